@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from typing import Any, Dict, List
 
-import mxnet as mx
 import numpy as np
-from mxnet import Context
 
-from ..distributed import group
+from ..trainer.tree_sum import draw_base as draw_base
+from ..trainer.tree_sum import seed_of as seed_of
 
 
 def random_state() -> Dict[str, List[Any]]:
@@ -34,26 +32,3 @@ def set_random_state(state: Dict[str, List[Any]]) -> None:
     version, numbers, gauss = state["python"]
     np.random.set_state(tuple(state["numpy"]))
     random.setstate((version, tuple(numbers), gauss))
-
-
-def draw_base(context: Context) -> int:
-    """Draw a number from MXNet's generator of a device, in process 0 for the whole job. Waits for it.
-
-    The state of MXNet's generators cannot be read, so checkpoints reseed them. The seeds are derived from this number, which is
-    the same for every program with the same initial seed.
-    """
-    drawn = int(mx.nd.random.randint(0, 2**31 - 1, shape=(1,), ctx=context).asscalar())
-    processes = group()  # generators with the same seed diverge if processes draw for parts of different sizes
-    return drawn if processes is None else int(processes.all_gather_bytes(str(drawn).encode())[0])
-
-
-def seed_of(base: int, step: int, rank: int = 0) -> int:
-    """Return the seed of MXNet's generators after a checkpoint at this step, in this process.
-
-    Examples
-    --------
-    >>> seed_of(7, 100) == seed_of(7, 100) != seed_of(7, 200)
-    True
-    """
-    digest = hashlib.sha256(f"{base} {step} {rank}".encode()).digest()
-    return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF

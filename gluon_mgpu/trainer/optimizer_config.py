@@ -48,21 +48,14 @@ def describe(optimizer: opt.Optimizer) -> Description:
     return {**_described(optimizer), "learning_rate": rate, "schedule": _described(optimizer.lr_scheduler)}
 
 
-Schedule = Tuple[Any, Any]  # one of an optimizer, and a copy of it as it was at first
-
-
-def schedule_of(optimizer: opt.Optimizer) -> Schedule:
-    """Return an optimizer's schedule with a copy: MXNet's find only later positions by the number of updates."""
-    return optimizer.lr_scheduler, copy.copy(optimizer.lr_scheduler)
-
-
 def restore_optimizer(
-    saved: Description, optimizer: opt.Optimizer, at_first: Schedule = (None, None), *, learning_rate: bool = True
+    saved: Description, optimizer: opt.Optimizer, at_first: Tuple[Any, Any] = (None, None), *, learning_rate: bool = True
 ) -> None:
     """Set the values of an optimizer, and of its schedule if it is of the same class. Both stay the same objects.
 
-    `at_first` is the `schedule_of` before the first update: a schedule that the program has not changed since goes back. Without
-    `learning_rate`, the optimizer keeps its own.
+    `at_first` is the optimizer's schedule with a copy from before the first update: MXNet's find only later positions by the
+    number of updates. A schedule that the program has not changed since goes back. Without `learning_rate`, the optimizer keeps
+    its own.
     """
     schedule, first = at_first
     is_back = is_known(schedule) and saved["values"].get("num_update", 0) < optimizer.num_update

@@ -9,7 +9,7 @@ from typing import Any, Optional
 from mxnet import lr_scheduler
 from mxnet import optimizer as opt
 
-from ..checks import explaining, is_number, real_number, short
+from ..checks import explaining, instance, is_number, one_of, real_number, short
 from ..errors import TrainerError
 from ..refusals import refusal
 from .layout import Layout
@@ -18,24 +18,18 @@ from .layout import Layout
 def check_optimizer(optimizer: Any, params: Any) -> None:
     """Raise `TrainerError` for an unknown optimizer, or options that it does not take."""
     known = sorted({*opt.Optimizer.opt_registry} - {"test"})  # MXNet's own tests use that
-    if isinstance(optimizer, str) and optimizer.lower() not in known:
-        raise TrainerError(
-            f"Trainer: got optimizer {short(optimizer)}; expected one of MXNet's: {', '.join(known)}. Or pass an Optimizer."
-        )
-    if not isinstance(optimizer, (str, opt.Optimizer)):
-        raise TrainerError(
-            f"Trainer: got {short(optimizer)} as the optimizer; expected a name or an mxnet.optimizer.Optimizer. Pass 'sgd'."
-        )
+    what = "a name or an mxnet.optimizer.Optimizer"
+    instance("Trainer", "optimizer", optimizer, (str, opt.Optimizer), what, advice="Pass 'sgd'.")
+    if isinstance(optimizer, str):
+        one_of("Trainer", "optimizer", optimizer.lower(), known, advice="Or pass an mxnet.optimizer.Optimizer.")
     if params is not None and (not isinstance(params, dict) or not all(isinstance(name, str) for name in params)):
         raise TrainerError(
             f"Trainer: got optimizer_params={short(params)}; expected a dict of options. Pass {{'learning_rate': 0.1}}."
         )
     schedule = optimizer.lr_scheduler if isinstance(optimizer, opt.Optimizer) else (params or {}).get("lr_scheduler")
-    if schedule is not None and not isinstance(schedule, lr_scheduler.LRScheduler):
-        raise TrainerError(
-            f"Trainer: got lr_scheduler={short(schedule)}; expected an mxnet.lr_scheduler.LRScheduler, which can be saved. "
-            "Write a subclass whose __call__ takes the number of updates."
-        )
+    what = "an mxnet.lr_scheduler.LRScheduler, which can be saved"
+    advice = "Write a subclass whose __call__ takes the number of updates."
+    instance("Trainer", "lr_scheduler", schedule, (lr_scheduler.LRScheduler, type(None)), what, advice=advice)
     if isinstance(optimizer, str) and params:
         explained = explaining("Trainer", "optimizer_params", f"options of {optimizer}", advice="Leave out the others.")
         with explained, warnings.catch_warnings():  # it warns again when the Trainer makes it
@@ -52,16 +46,10 @@ def check_rate(operation: str, rate: Any) -> None:
 
 def check_options(layout: Layout, compression_params: Any, update_on_kvstore: Any) -> None:
     """Raise `TrainerError` for compression, for an update on a store, and for weights that are not dense."""
-    if compression_params is not None:
-        raise TrainerError(
-            f"Trainer: got compression_params={short(compression_params)}; expected None. Gradients are exchanged as they are. "
-            "Leave it out."
-        )
-    if update_on_kvstore is not None and update_on_kvstore is not False:
-        raise TrainerError(
-            f"Trainer: got update_on_kvstore={short(update_on_kvstore)}; expected None or False. The weights are updated on the "
-            "devices, so that clipping, schedules and idle devices are correct. Leave it out."
-        )
+    advice = "Gradients are exchanged as they are. Leave it out."
+    instance("Trainer", "compression_params", compression_params, type(None), "None", advice=advice)
+    advice = "The weights are updated on the devices, so that clipping, schedules and idle devices are correct. Leave it out."
+    one_of("Trainer", "update_on_kvstore", update_on_kvstore, (None, False), advice=advice)
     for name, param in zip(layout.names, layout.params):
         if param._stype != "default":
             raise TrainerError(

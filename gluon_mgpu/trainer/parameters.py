@@ -23,9 +23,9 @@ def named_params(params: Params) -> Dict[str, gluon.Parameter]:
         They are not parameters, or two have the same name.
     """
     if isinstance(params, gluon.Block):
-        first_names: Dict[int, str] = {}  # a tied parameter has several structural names; the first one counts
-        for name, param in params._collect_params_with_prefix().items():
-            first_names.setdefault(id(param), name)
+        structural = list(params._collect_params_with_prefix().items())
+        # a tied parameter has several structural names; the first one counts
+        first_names = {id(param): name for name, param in reversed(structural)}
         return _marked({first_names.get(id(param), param.name): param for param in params.collect_params().values()})
     if isinstance(params, (gluon.ParameterDict, dict)):
         named: Dict[str, Any] = dict(params.items())

@@ -17,7 +17,7 @@ from mxnet.gluon.block import _flatten
 from mxnet.ndarray.ndarray import _DTYPE_NP_TO_MX
 from mxnet.operator import get_all_registered_operators
 
-from ..checks import one_of
+from ..checks import instance, one_of
 from ..errors import DeviceError, TrainerError
 from ..refusals import refusal
 from ..runtime.mxnet2 import require_mxnet1
@@ -124,11 +124,8 @@ def _check(net: Any, precision: Any) -> None:
     one_of("set_precision", "precision", precision, list(PRECISIONS), advice="fp32 is MXNet's own.")
     if precision != precision_of(net) and hasattr(net, "replica_contexts"):
         raise refusal("set_precision", "Pipeline", "set_precision()")
-    if not isinstance(net, gluon.Block):
-        raise TrainerError(
-            f"set_precision: got {type(net).__name__}; expected the network, whose operators have the precision. "
-            "Pass the Block, not its parameters."
-        )
+    what = "the network, whose operators have the precision"
+    instance("set_precision", "net", net, gluon.Block, what, advice="Pass the Block, not its parameters.")
     if precision == "fp32":
         return
     params = net.collect_params()
@@ -192,7 +189,8 @@ def reduce_precision(graph: Any, precision: str, types: Dict[str, Any]) -> Any:
     types : dict of str to dtype
         The types of its inputs that are no parameters.
     """
-    return _addable(_reduced(graph, precision, {name: _DTYPE_NP_TO_MX[dtype] for name, dtype in types.items()}), set(types))
+    reduced = _addable(_reduced(graph, precision, types), set(types))
+    return reduced.as_np_ndarray() if isinstance(graph, mx.sym.np._Symbol) else reduced
 
 
 def _run(block: gluon.HybridBlock, F: Any, *args: Any, **params: Any) -> Any:
@@ -202,13 +200,13 @@ def _run(block: gluon.HybridBlock, F: Any, *args: Any, **params: Any) -> Any:
     return type(block).hybrid_forward(block, F, *args, **params)
 
 
-def _reduced(graph: Any, precision: str, codes: Dict[str, int]) -> Any:
-    """Return a graph with casts around its operators; its outputs keep their types.
+def _reduced(graph: Any, precision: str, types: Dict[str, Any]) -> Any:
+    """Return a legacy graph with casts around its operators; its outputs keep their types.
 
     Parameters
     ----------
-    codes : dict of str to int
-        MXNet's numbers of the types of its inputs; parameters are float32.
+    types : dict of str to dtype
+        Of its inputs; parameters are float32.
 
     Source: the call is that of MXNet 1.9.1, python/mxnet/contrib/amp/amp.py, convert_symbol, which accepts only the operators of
     its lists.
@@ -216,14 +214,15 @@ def _reduced(graph: Any, precision: str, codes: Dict[str, int]) -> Any:
     low, full, widest, conditions = _operators(precision)
     values = [value for _, _, some in conditions for value in some]
     ends = list(np.cumsum([0] + [len(some) for _, _, some in conditions]))
-    types = {**dict.fromkeys(graph.list_inputs(), _DTYPE_NP_TO_MX[np.float32]), **codes}
+    types = {**dict.fromkeys(graph.list_inputs(), np.float32), **types}
+    codes = array("i", [_DTYPE_NP_TO_MX[dtype] for dtype in types.values()])
     handle = SymbolHandle()
     check_call(
         _LIB.MXReducePrecisionSymbol(
             graph.handle,
             ctypes.byref(handle),
             mx_uint(len(types)),
-            c_array_buf(ctypes.c_int, array("i", types.values())),
+            c_array_buf(ctypes.c_int, codes),
             mx_uint(len(ends)),
             c_array_buf(ctypes.c_int, array("i", ends)),
             ctypes.byref(ctypes.c_int(_DTYPE_NP_TO_MX[_DTYPES[precision]])),
@@ -236,22 +235,20 @@ def _reduced(graph: Any, precision: str, codes: Dict[str, int]) -> Any:
             c_str_array(list(types)),
         )
     )
-    reduced = mx.sym.Symbol(handle)
-    return reduced.as_np_ndarray() if isinstance(graph, mx.sym.np._Symbol) else reduced
+    return mx.sym.Symbol(handle)
 
 
 def _addable(graph: Any, data: Set[str]) -> Any:
-    """Return a graph with a copy between each parameter and its cast, so that gradients can add up (`grad_req="add"`).
+    """Return a legacy graph with a copy between each parameter and its cast, so that gradients can add up (`grad_req="add"`).
 
     In oneDNN, the backward pass of a cast ignores "add", and the gradient stays 0. The backward pass of a copy adds.
     """
     nodes = json.loads(graph.tojson(remove_amp_cast=False))["nodes"]
     read = {nodes[node["inputs"][0][0]]["name"]: nodes[node["inputs"][0][0]]["op"] for node in nodes if node["op"] == "amp_cast"}
     variables = {name for name, op in read.items() if op == "null"}.difference(data)
-    classic, inner = graph.as_nd_ndarray(), graph.as_nd_ndarray().get_internals()
-    if variables:
-        classic = classic(**{name: mx.sym.identity(inner[name], name=f"{name}_copy") for name in variables})
-    return classic.as_np_ndarray() if isinstance(graph, mx.sym.np._Symbol) else classic
+    inner = graph.get_internals()
+    copies = {name: mx.sym.identity(inner[name], name=f"{name}_copy") for name in variables}
+    return graph(**copies) if copies else graph
 
 
 @lru_cache(maxsize=None)

@@ -54,8 +54,6 @@ class ProcessSync:
 
     def check_unused(self, operation: str) -> None:
         """Raise `ModesError` if a backward pass has gone through weights that the processes do not share yet."""
-        if self._processes is None or self._has_begun:
-            return
         trained = [param for param in self._params if param.grad_req != "null"]
         if any(array._fresh_grad for param in trained for array in param.list_data()):
-            raise refusal(operation, "several processes", "a loop by hand whose first batch decides shapes")
+            self.check_begun(operation)

@@ -86,13 +86,12 @@ class ReplicaCheck:
 
         It finds every change of up to 32 adjacent bits.
         """
-        updaters = self._updaters
-        found = zlib.crc32(slab.weights[replica].asnumpy().tobytes())
-        for index in slab.indices:
-            if all(index in updater.states for updater in updaters):
-                for _, leaf in leaves(updaters[replica].states[index]):
-                    if is_device_array(leaf):
-                        found = zlib.crc32(leaf.asnumpy().tobytes(), found)
+        held = [updater.states for updater in self._updaters]
+        states = [held[replica][index] for index in slab.indices if all(index in own for own in held)]
+        found = 0
+        for _, leaf in leaves([slab.weights[replica], states]):
+            if is_device_array(leaf):
+                found = zlib.crc32(leaf.asnumpy().tobytes(), found)
         return found
 
     def _names(self, slab: Slab) -> str:

@@ -89,19 +89,21 @@ def statistics_slabs(params: Sequence[gluon.Parameter]) -> List[Slab]:
 
 def written_with(statistics: Sequence[Slab], trained: Sequence[Slab]) -> Dict[Context, WrittenWith]:
     """Return, for each device, what lets statistics count as written with these gradients: static graphs write them untracked."""
-    found: Dict[Context, Tuple[Dict[int, Array], Dict[int, Array]]] = {}  # statistics and gradients, each array once
-    for kind, slabs in enumerate((statistics, trained)):
-        for slab in slabs:
-            owner = slab.bucket or slab
-            for context, array in zip(slab.contexts, owner.gradients if kind else owner.weights):
-                found.setdefault(context, ({}, {}))[kind][id(array)] = array
+    contexts = {context for slab in statistics for context in slab.contexts}
     return {
         context: WrittenWith(
-            list(own.values()), list(gradients.values()), EngineContext(context.device_typeid, context.device_id)
+            _arrays_of(statistics, "weights", context),
+            _arrays_of(trained, "gradients", context),
+            EngineContext(context.device_typeid, context.device_id),
         )
-        for context, (own, gradients) in found.items()
-        if own
+        for context in contexts
     }
+
+
+def _arrays_of(slabs: Sequence[Slab], kind: str, context: Context) -> List[Array]:
+    """Return the `weights` or `gradients` of slabs on a device, those of a bucket once."""
+    places = {slab.bucket or slab: slab.contexts.index(context) for slab in slabs if context in slab.contexts}
+    return [getattr(owner, kind)[place] for owner, place in places.items()]
 
 
 class StatsOfParts:

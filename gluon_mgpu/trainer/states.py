@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Dict, List, Mapping, Optional, Sequence, Tuple
@@ -16,12 +16,12 @@ from mxnet import optimizer as opt
 
 from ..checks import is_whole, short
 from ..errors import StateError
-from ..nested import Array, is_device_array, leaves
+from ..nested import Array, is_device_array
 from ..runtime.new_files import new_file
 from .layout import Layout
 from .optimizer_config import Description, class_name, is_known
 from .parameters import shape_fits
-from .update import State, filled
+from .update import State, states_on
 
 _VALUES = "trainer.json"  # the entry of a file of states that holds all but the arrays
 _VERSION = 1
@@ -61,21 +61,15 @@ class TrainerState:
 
 def as_values(state: TrainerState, arrays: Dict[str, Array]) -> Dict[str, Any]:
     """Return a trainer's state as values for JSON, and add copies of its arrays to `arrays`."""
-    return {
-        **vars(state),
-        "shapes": [list(shape) for shape in state.shapes],
-        "states": {str(index): _form(one, f"state/{index}", arrays) for index, one in state.states.items()},
-        "counts": {str(index): count for index, count in state.counts.items()},
-    }
+    return {**vars(state), "states": {index: _form(one, f"state/{index}", arrays) for index, one in state.states.items()}}
 
 
 def from_values(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> TrainerState:
     """Return a trainer's state, of NumPy arrays, from values that `as_values` has returned; others raise any exception."""
-    kept = {
-        name: values[name] for name in ("names", "structural", "shapes", "order", "optimizer", "loss_scaler", "virtual_shards")
-    }
-    states = {int(index): _state(form, arrays) for index, form in values["states"].items()}
-    return TrainerState(**kept, states=states, counts={int(index): count for index, count in values["counts"].items()})
+    kept = {field.name: values[field.name] for field in fields(TrainerState)}
+    kept["states"] = {int(index): _state(form, arrays) for index, form in values["states"].items()}
+    kept["counts"] = {int(index): count for index, count in values["counts"].items()}
+    return TrainerState(**kept)
 
 
 def write_arrays(file: BinaryIO, arrays: Mapping[str, Any]) -> None:
@@ -123,46 +117,6 @@ def read_states(fname: str) -> TrainerState:
     raise StateError(f"load_states: got {found}. Install a newer gluon_mgpu.")
 
 
-def states_on(
-    layout: Layout,
-    optimizer: opt.Optimizer,
-    states: Dict[int, Any],
-    fname: str,
-    shapes: Optional[Mapping[int, Sequence[int]]] = None,
-) -> List[Dict[int, Any]]:
-    """Return newly created states on each device, or on the parameter's owner, with the values of a file.
-
-    Parameters
-    ----------
-    shapes : mapping of int to shape, optional
-        Of parameters that have no values yet.
-
-    Raises
-    ------
-    StateError
-        The states do not fit the parameters.
-    """
-    most_copies = max(len(param.list_ctx()) for param in layout.params)
-    on_devices: List[Dict[int, Any]] = [{} for _ in range(most_copies)]
-    for index, value in states.items():
-        name, param = layout.names[index], layout.params[index]
-        if param._data is None and index not in (shapes or {}):
-            raise StateError(
-                f"load_states: got {name} without a shape yet; expected values on the devices. Pass one batch through the "
-                "network."
-            )
-        owner = layout.owner_of(index)
-        for replica, (context, restored) in enumerate(zip(param.list_ctx(), on_devices)):
-            if owner not in (None, replica):
-                continue
-            if param._data is None:
-                weight = mx.nd.zeros(shapes[index], ctx=context, dtype=param.dtype)  # type: ignore[index]
-            else:
-                weight = param.data(context).as_nd_ndarray()
-            restored[index] = filled(optimizer.create_state_multi_precision(index, weight), value, f"{fname}, {name}")
-    return on_devices
-
-
 def check_state(
     state: TrainerState,
     source: Any,
@@ -181,14 +135,8 @@ def check_state(
                 f"with MXNet {mx.__version__}; expected the same class. Make the trainer with the optimizer of the file, or load "
                 "the network alone: load_checkpoint(folder, net)."
             )
-        _check_counts(str(source), state, layout, optimizer, operation)
-        by_index = {i: shapes[id(param)] for i, param in enumerate(layout.params) if id(param) in shapes} if shapes else None
-        found = states_on(layout, optimizer, state.states, str(source), by_index)
-        for index, saved in state.states.items():
-            fresh = next(one[index] for one in found if index in one)
-            for (_, mine), (_, theirs) in zip(leaves(fresh), leaves(saved)):
-                if is_device_array(mine) and theirs.dtype != np.dtype(mine.dtype):
-                    raise TypeError(f"{theirs.dtype} instead of {np.dtype(mine.dtype)}")
+        _check_counts(state, layout, optimizer)
+        states_on(layout, optimizer, state.states, str(source), shapes)
         if not is_whole(state.optimizer["values"].get("num_update", 0)):
             raise ValueError("num_update is not a whole number")
         rate = state.optimizer["learning_rate"]
@@ -202,18 +150,14 @@ def check_state(
         raise _damaged(source, error, operation) from error
 
 
-def _check_counts(fname: str, state: TrainerState, layout: Layout, optimizer: opt.Optimizer, operation: str) -> None:
-    """Raise `StateError` unless states and counts belong to existing parameters, and to the same ones."""
-    states, counts = state.states, state.counts
-    known = set(range(len(layout.params)))
-    strange, alone = sorted({*states, *counts} - known), sorted({*states} ^ {*counts})
+def _check_counts(state: TrainerState, layout: Layout, optimizer: opt.Optimizer) -> None:
+    """Raise `ValueError` unless states and counts belong to existing parameters, and to the same ones."""
+    strange = {*state.states, *state.counts}.difference(range(len(layout.params)))
     if strange:
-        found, expected = f"parameter {short(strange[0])}", f"parameters of 0 to {len(known) - 1}"
-    elif counts and alone and is_known(optimizer):  # other classes may count differently
-        found, expected = f"a state or a count of {layout.names[alone[0]]}, and not both", "both for the same parameters"
-    else:
-        return
-    raise StateError(f"{operation}: got {fname} with {found}; expected {expected}. {_ADVICE}.")
+        raise ValueError(f"a state or a count of parameter {short(min(strange))}, of {len(layout.params)}")
+    alone = {*state.states} ^ {*state.counts}
+    if state.counts and alone and is_known(optimizer):  # other classes may count differently
+        raise ValueError(f"a state or a count of {layout.names[min(alone)]}, and not both")
 
 
 def _check_same(fname: str, state: TrainerState, layout: Layout, operation: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Optional, Protocol, Sequence, Tuple, Union
+from functools import partial
+from typing import Any, Callable, Dict, List, Optional, Protocol, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import Context
@@ -88,9 +89,9 @@ class DeviceSum(Sum):
         self._name = name
         self._stores: Dict[Tuple[Context, ...], _Store] = {}  # by devices
         self._latest: List[Slab] = []
-        self._calls: List[Union[PushPull, SparsePushPull]] = []  # of the latest slabs
+        self._calls: List[Callable[[], None]] = []  # of the latest slabs
         self._shared: List[Slab] = []
-        self._shares: List[PushPull] = []  # copies of their weights
+        self._shares: List[Callable[[], None]] = []  # copies of their weights
 
     def run(self, slabs: List[Slab]) -> None:
         """Queue the sums.
@@ -101,7 +102,7 @@ class DeviceSum(Sum):
             self._calls = [self._prepared(slab, -place) for place, slab in enumerate(slabs) if len(slab.contexts) > 1]
             self._latest = slabs
         for call in self._calls:
-            call.run()
+            call()
 
     def share(self, slabs: List[Slab]) -> None:
         """Queue the copies of weights."""
@@ -109,19 +110,20 @@ class DeviceSum(Sum):
             self._shares = [self._share(slab, slab.owner) for slab in slabs if slab.owner is not None]
             self._shared = slabs
         for call in self._shares:
-            call.run()
+            call()
 
-    def _prepared(self, slab: Slab, priority: int) -> Union[PushPull, SparsePushPull]:
+    def _prepared(self, slab: Slab, priority: int) -> Callable[[], None]:
         """Return the sum of a slab."""
         store, key = self._place_of(slab)
-        kind = PushPull if slab.gradients[0].stype == "default" else SparsePushPull
-        return kind(store, [key], [slab.gradients], [slab.summed], priority)
+        arguments = store, [key], [slab.gradients], [slab.summed], priority
+        is_dense = slab.gradients[0].stype == "default"
+        return PushPull(*arguments).run if is_dense else partial(_push_and_pull, *arguments)
 
-    def _share(self, slab: Slab, owner: int) -> PushPull:
+    def _share(self, slab: Slab, owner: int) -> Callable[[], None]:
         """Return the copies of weights: the store copies a "sum" over one device to the others."""
         store, key = self._place_of(slab)
         others = slab.weights[:owner] + slab.weights[owner + 1 :]
-        return PushPull(store, [key], [[slab.weights[owner]]], [others], 0)
+        return PushPull(store, [key], [[slab.weights[owner]]], [others], 0).run
 
     def _place_of(self, slab: Slab) -> Tuple[mx.kvstore.KVStore, int]:
         if slab.contexts not in self._stores:
@@ -150,18 +152,12 @@ class _Store:
         return self._kv, self._keys[known]
 
 
-class SparsePushPull:
-    """Sums of sparse gradients, which take two calls of the store. Arguments as for `PushPull`."""
-
-    def __init__(
-        self, kv: mx.kvstore.KVStore, keys: List[int], arrays: List[List[Array]], outputs: List[List[Array]], priority: int
-    ) -> None:
-        self._kv, self._keys, self._arrays, self._outputs, self._priority = kv, keys, arrays, outputs, priority
-
-    def run(self) -> None:
-        """Queue the sums."""
-        self._kv.push(self._keys, self._arrays, priority=self._priority)
-        self._kv.pull(self._keys, self._outputs, priority=self._priority, ignore_sparse=False)
+def _push_and_pull(
+    kv: mx.kvstore.KVStore, keys: List[int], arrays: List[List[Array]], outputs: List[List[Array]], priority: int
+) -> None:
+    """Queue sums of sparse gradients, which take two calls of the store."""
+    kv.push(keys, arrays, priority=priority)
+    kv.pull(keys, outputs, priority=priority, ignore_sparse=False)
 
 
 class ProcessSum(Sum):
@@ -201,9 +197,8 @@ def clip(
     by_devices: Dict[Tuple[Context, ...], List[Array]] = {}
     for slab in slabs:
         by_devices.setdefault(slab.contexts, []).append(slab.summed[0])
-        contexts = slab.contexts if slab.owner is None else (slab.contexts[slab.owner],)
-        for context, gradient in zip(contexts, slab.summed):
-            by_context.setdefault(context, []).append(gradient)
+        for gradient in slab.summed:
+            by_context.setdefault(gradient.context, []).append(gradient)
     if slabs and (clip_norm is not None or measures):
         norms = [global_norm(own).as_in_context(home) for own in by_devices.values()]
         norm = norms[0] if len(norms) == 1 else mx.nd.sqrt(mx.nd.add_n(*map(mx.nd.square, norms)))
@@ -295,9 +290,14 @@ def scale_to_limit(gradients: Sequence[Array], norm: Array, max_norm: float) -> 
     scale = max_norm / mx.nd.maximum(norm, max_norm)
     # by 1 if the norm is not finite: the padding between parameters in a bucket is 0, and must not become NaN forever
     scale = mx.nd.where(norm <= _LARGEST, scale, mx.nd.ones_like(scale))
-    for gradient in (gradient.as_nd_ndarray() for gradient in gradients):
-        factor = scale.astype(gradient.dtype, copy=False).reshape((1,) * len(gradient.shape))
-        mx.nd.broadcast_mul(gradient, factor, out=gradient)
+    for gradient in gradients:
+        _compute(mx.nd.broadcast_mul, gradient, scale)
+
+
+def _compute(operator: Any, gradient: Array, number: Array) -> None:
+    """Multiply or divide a gradient by a number on its device, in place."""
+    classic = gradient.as_nd_ndarray()
+    operator(classic, number.astype(classic.dtype, copy=False).reshape((1,) * len(classic.shape)), out=classic)
 
 
 class Divisor:
@@ -323,7 +323,4 @@ class Divisor:
         by_context = dict(zip(self._contexts, self._counts))
         for slab in slabs:
             for gradient in slab.gradients:
-                count = by_context[gradient.context]
-                classic = gradient.as_nd_ndarray()
-                factor = count.astype(classic.dtype, copy=False).reshape((1,) * len(classic.shape))
-                mx.nd.broadcast_div(classic, factor, out=classic)
+                _compute(mx.nd.broadcast_div, gradient, by_context[gradient.context])

@@ -20,7 +20,7 @@ from ..refusals import JOINING, refusal
 from .gradients import Gradients, idle_devices, is_too_large
 from .layout import Layout
 from .loss_scaler import LossScaler
-from .optimizer_config import describe, restore_optimizer, schedule_of
+from .optimizer_config import describe, restore_optimizer
 from .options import as_number, batch_size_of, check_clipping, check_optimizer, check_options, check_rate, check_virtual
 from .parameters import Params, gluon_order, has_values, replica_difference, trainers_of
 from .precision import precision_of, set_precision
@@ -28,7 +28,7 @@ from .process_sync import ProcessSync
 from .replica_check import ReplicaCheck
 from .running_stats import RunningStats, is_running_stat
 from .slab import BUCKET_BYTES, Slab
-from .states import TrainerState, check_state, read_states, states_on, write_states
+from .states import TrainerState, check_state, read_states, write_states
 from .sums import Sum, clip, finite_on_each, make_sum, store_type
 from .tree_sum import TreeSum, VirtualShards
 from .update import Update, is_replicable
@@ -169,7 +169,7 @@ class Trainer(gluon.Trainer):
                 former.average_replicas()
         super().__init__(self._layout.params, optimizer, optimizer_params, kvstore=None)
         self._optimizer: opt.Optimizer
-        self._schedule_at_first = schedule_of(self._optimizer)
+        self._schedule_at_first = self._optimizer.lr_scheduler, copy.copy(self._optimizer.lr_scheduler)
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._measures = measure_grad_norm or clip_norm is not None
         self.grad_norm: Optional[Array] = None
@@ -545,7 +545,7 @@ class Trainer(gluon.Trainer):
             By the ids of parameters that have no values yet.
         """
         check_state(state, source, operation, self._layout, self._optimizer, shapes)
-        saved = None if state.virtual_shards is None else state.virtual_shards["number"]
+        saved = None if state.virtual_shards is None else state.virtual_shards.get("number")
         if saved != self.virtual_shards:
             advice = "Leave virtual_shards out" if saved is None else f"Pass virtual_shards={saved}"
             raise StateError(
@@ -567,11 +567,10 @@ class Trainer(gluon.Trainer):
         if self.tree is not None and state.virtual_shards is not None:
             self.tree.virtual.restore(state.virtual_shards)
         restore_optimizer(state.optimizer, self._optimizer, self._schedule_at_first, learning_rate=learning_rate)
-        on_devices = states_on(self._layout, self._optimizer, state.states, "a saved state")
         self._optimizer.param_dict = dict(enumerate(self._params))
         self._drop()  # statistics may have been loaded, too
         self.running_stats.begin()
-        self._update.restore(on_devices, state.counts, state.order)
+        self._update.restore(state.states, state.counts, state.order)
 
     def _complete(self, operation: str) -> None:
         """Raise inside `accumulate`, where more passes follow."""
@@ -627,8 +626,7 @@ class Trainer(gluon.Trainer):
             for weight in slab.weights[1:]:
                 slab.weights[0].copyto(weight)
         if everywhere and self._update.is_local:
-            states = states_on(self._layout, self._optimizer, self._update.states(), "its own states")
-            self._update.restore(states, self._update.counts())
+            self._update.restore(self._update.states(), self._update.counts())
         self._sum.share(slabs)
 
     def _multiplied_by(self, slabs: List[Slab]) -> Optional[float]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
@@ -21,7 +20,7 @@ from mxnet import Context
 
 from ..checks import is_whole, whole_number
 from ..distributed import Group, group
-from ..errors import ModesError, TrainerError
+from ..errors import StateError, TrainerError
 from ..nested import Array
 from ..refusals import refusal
 from ..runtime.device_threads import in_own_thread
@@ -32,25 +31,20 @@ from .sums import QueuedSum, Sum
 
 @dataclass
 class Node:
-    """The sum over the virtual shards `begin` to `begin + size - 1`, in arrays of one device.
+    """The sum over some virtual shards, in arrays of one device.
 
     Attributes
     ----------
-    begin, size : int
+    part : tuple of int
+        The first shard, and the number of shards.
     replica : int
-        Its device.
+        The device.
     arrays : list of NDArray
     """
 
-    begin: int
-    size: int
+    part: Tuple[int, int]
     replica: int
     arrays: List[Array]
-
-    @property
-    def part(self) -> Tuple[int, int]:
-        """The first shard, and the number of shards."""
-        return self.begin, self.size
 
 
 def complete_parts(begin: int, end: int) -> List[Tuple[int, int]]:
@@ -73,6 +67,29 @@ def complete_parts(begin: int, end: int) -> List[Tuple[int, int]]:
 def are_siblings(left: Tuple[int, int], right: Tuple[int, int]) -> bool:
     """Return whether two subtrees (first shard, size) have one parent."""
     return left[1] == right[1] and left[0] + left[1] == right[0] and left[0] % (2 * left[1]) == 0
+
+
+def draw_base(context: Context) -> int:
+    """Draw a number from MXNet's generator of a device, in process 0 for the whole job. Waits for it.
+
+    The state of MXNet's generators cannot be read, so virtual shards and checkpoints reseed them. The seeds are derived from this
+    number, which is the same for every program with the same initial seed.
+    """
+    drawn = int(mx.nd.random.randint(0, 2**31 - 1, shape=(1,), ctx=context).asscalar())
+    processes = group()  # generators with the same seed diverge if processes draw for parts of different sizes
+    return drawn if processes is None else int(processes.all_gather_bytes(str(drawn).encode())[0])
+
+
+def seed_of(base: int, step: int, rank: int = 0) -> int:
+    """Return the seed of MXNet's generators for a step, of a process or a virtual shard.
+
+    Examples
+    --------
+    >>> seed_of(7, 100) == seed_of(7, 100) != seed_of(7, 200)
+    True
+    """
+    digest = hashlib.sha256(f"{base} {step} {rank}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF
 
 
 class VirtualShards:
@@ -115,27 +132,24 @@ class VirtualShards:
         self.contexts = list(contexts)
 
     def draw_base(self) -> None:
-        """Draw the number from which the run's seeds are derived, in process 0 for all, and wait for it."""
+        """Draw the number from which the run's seeds are derived, if that was not done yet."""
         if self.base is None:
-            self.base = int(mx.nd.random.randint(0, 2**31 - 1, shape=(1,), ctx=self.contexts[0]).asscalar())
-            processes = group()
-            if processes is not None:
-                self.base = int(processes.all_gather_bytes(str(self.base).encode())[0])
+            self.base = draw_base(self.contexts[0])
 
     def seed_of(self, shard: int) -> int:
         """Return the seed of a virtual shard of the current batch; `number` stands for what comes after the batch."""
-        digest = hashlib.sha256(f"{self.base} {self.batches} {shard}".encode()).digest()
-        return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF
+        assert self.base is not None, "it was drawn before the batch"
+        return seed_of(self.base, self.batches, shard)
 
     def state(self) -> Dict[str, Any]:
         """Return what `restore` takes, as values for JSON."""
         return {"number": self.number, "base": self.base, "batches": self.batches}
 
     def restore(self, state: Dict[str, Any]) -> None:
-        """Continue from the result of `state`; raise `ValueError` for values that it does not return."""
-        base, batches = state["base"], state["batches"]
+        """Continue from the result of `state`; raise `StateError` for values that it does not return."""
+        base, batches = state.get("base"), state.get("batches")
         if not is_whole(batches) or batches < 0 or not (base is None or is_whole(base)):
-            raise ValueError("virtual shards whose base and batches are not whole numbers")
+            raise StateError("load_states: got a state of virtual shards that is damaged; expected whole numbers. Save it again.")
         self.base, self.batches = base, batches
 
 
@@ -162,10 +176,11 @@ class TreeSum(Sum):
 
     def use(self, slabs: List[Slab]) -> List[List[Array]]:
         """Let the sums be those of these gradients, and return them: a list for each device."""
-        if slabs is not self._latest and self._total is not None:  # frozen or thawed since, for example
-            raise refusal("train_batch", "virtual_shards", "accumulated gradients", "gradients accumulated of other parameters")
         self._nodes = [[] for _ in self._contexts]  # without those of a batch that an exception has stopped
-        if slabs is not self._latest:
+        if slabs is not self._latest:  # frozen or thawed since, for example
+            if self._total is not None:
+                what = "gradients accumulated of other parameters"
+                raise refusal("train_batch", "virtual_shards", "accumulated gradients", what)
             self._latest = slabs
             self._targets = [[slab.gradients[i].as_nd_ndarray() for slab in slabs] for i in range(len(self._contexts))]
             self._slots = []
@@ -175,7 +190,7 @@ class TreeSum(Sum):
         """Add what a virtual shard has contributed: its gradients, which may be overwritten afterwards."""
         nodes = self._nodes[replica]
         is_added = bool(nodes) and are_siblings(nodes[-1].part, (number, 1))  # to the sum before, which has its own memory
-        self._append(nodes, Node(number, 1, replica, list(arrays) if is_added else [one.copy() for one in arrays]))
+        self._append(nodes, Node((number, 1), replica, list(arrays) if is_added else [one.copy() for one in arrays]))
 
     def finish(self, num_leaves: int, num_shards: int, like: Sequence[Array]) -> List[Array]:
         """Add up the sums of all devices and processes, and return the arrays of the root, on the first device.
@@ -194,18 +209,20 @@ class TreeSum(Sum):
         if self._group is not None:
             nodes = self._joined(self._of_all_processes(self._group, nodes, num_leaves, num_shards, like))
         for right in nodes[1:]:
-            self._add_to(nodes[0], right)
-        self._root = in_own_thread(self._contexts[0], partial(_without_minus_zero, nodes[0].arrays))
+            self._add(nodes[0].replica, nodes[0].arrays, right.arrays)
+        # copies with 0 for -0: a sum with the zeros of other processes has done so, too
+        plus = mx.nd._internal._plus_scalar
+        self._root = in_own_thread(self._contexts[0], lambda: [plus(one, scalar=0.0) for one in nodes[0].arrays])
         return self._root
 
     def hold(self) -> bool:
         """Add the sum of the latest batch to those of earlier batches of the same update."""
         if self._root is None:
-            raise _by_hand()
+            raise refusal("Trainer.step", "virtual_shards", "a loop by hand")
         if self._total is None:
             self._total = self._root
         else:
-            self._add_on(0, self._total, self._root)
+            self._add(0, self._total, self._root)
         self._root = None
         return True
 
@@ -216,11 +233,9 @@ class TreeSum(Sum):
 
     def run(self, slabs: List[Slab]) -> None:
         """Write the sum to the gradients of every device, bit-identical on each."""
-        if self._root is not None:
+        if self._root is not None or self._total is None:
             self.hold()
-        total, self._total = self._total, None
-        if total is None:
-            raise _by_hand()
+        total, self._total = self._total or [], None
         for targets in self._targets:
             for array, gradient in zip(total, targets):
                 array.copyto(gradient)
@@ -235,44 +250,45 @@ class TreeSum(Sum):
     def _append(self, nodes: List[Node], node: Node) -> None:
         nodes.append(node)
         while len(nodes) > 1 and are_siblings(nodes[-2].part, nodes[-1].part):
-            self._add_to(nodes[-2], nodes.pop())
-            nodes[-1].size *= 2
+            right = nodes.pop()
+            left = nodes[-1]
+            self._add(left.replica, left.arrays, right.arrays)
+            left.part = left.part[0], 2 * left.part[1]
 
-    def _add_on(self, replica: int, sums: List[Array], others: List[Array]) -> None:
-        """Queue sums on a device, in its own thread: MXNet keeps memory for each operator in turn, 128 times in other threads."""
+    def _add(self, replica: int, sums: List[Array], others: List[Array]) -> None:
+        """Queue sums on a device, of arrays that may be on another one.
+
+        It has its own thread for them: MXNet keeps memory for each operator in turn, 128 times in other threads.
+        """
+        context = self._contexts[replica]
+        copies = [one.as_in_context(context) for one in others]
 
         def add() -> None:
-            for one, other in zip(sums, others):
+            for one, other in zip(sums, copies):
                 mx.nd.elemwise_add(one, other, out=one)
 
-        in_own_thread(self._contexts[replica], add)
-
-    def _add_to(self, left: Node, right: Node) -> None:
-        """Add a sum to another one, which may be on another device."""
-        context = self._contexts[left.replica]
-        self._add_on(left.replica, left.arrays, [one.as_in_context(context) for one in right.arrays])
+        in_own_thread(context, add)
 
     def _of_all_processes(
         self, processes: Group, nodes: List[Node], num_leaves: int, num_shards: int, like: Sequence[Array]
     ) -> List[Node]:
         """Return the sums of the complete subtrees of all processes."""
         each = num_shards // processes.process.num_processes
-        places = []
+        parts: List[Tuple[int, int]] = []
         for rank in range(processes.process.num_processes):
             begin, end = (min(num_leaves, (rank + i) * each) for i in (0, 1))
-            places += [(part, rank) for part in complete_parts(begin, end)]
+            parts += complete_parts(begin, end)
         own = {node.part: node for node in nodes}
         found: List[Node] = []
-        for at, ((begin, size), rank) in enumerate(places):
+        for at, part in enumerate(parts):
             arrays, sums = self._slot(processes, at, like)
-            mine = own.get((begin, size)) if rank == processes.process.rank else None
             for i, array in enumerate(arrays):
-                if mine is None:
-                    mx.nd.zeros_like(array, out=array)
+                if part in own:
+                    own[part].arrays[i].copyto(array)
                 else:
-                    mine.arrays[i].copyto(array)
+                    mx.nd.zeros_like(array, out=array)
                 sums[i].run(-at)
-            found.append(Node(begin, size, 0, arrays))
+            found.append(Node(part, 0, arrays))
         return found
 
     def _slot(self, processes: Group, at: int, like: Sequence[Array]) -> Tuple[List[Array], List[QueuedSum]]:
@@ -280,12 +296,3 @@ class TreeSum(Sum):
             arrays = [mx.nd.empty(one.shape, ctx=self._contexts[0], dtype=one.dtype) for one in like]
             self._slots.append((arrays, [processes.all_reduce([array]) for array in arrays]))
         return self._slots[at]
-
-
-def _without_minus_zero(arrays: Sequence[Array]) -> List[Array]:
-    """Return copies with 0 for -0: a sum with the zeros of other processes has done so, too."""
-    return [mx.nd._internal._plus_scalar(array, scalar=0.0) for array in arrays]
-
-
-def _by_hand() -> ModesError:
-    return refusal("Trainer.step", "virtual_shards", "a loop by hand")

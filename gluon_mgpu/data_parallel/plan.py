@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
+from inspect import signature
 from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
 from mxnet import Context, gluon
 
-from ..checks import short, whole_number
+from ..checks import check_function, short, whole_number
 from ..distributed import process_shard
 from ..errors import NestedError, ShardError, TrainerError
-from ..nested import Array, is_device_array, leaves
+from ..nested import Array, Fields, is_device_array, leaves
 from ..refusals import refusal
-from .sharding import SplitPlan, count_examples
-from .split_protocol import Shards, Split
+from .sharding import Shards, Split, SplitPlan, count_examples, split_batch
 
 MOST = 64  # plans of a step: the least recently used one leaves
+
+
+def as_split(operation: str, split_f: Any) -> Split:
+    """Return how `split_f` divides batches. The axis of a function is the default of its parameter `batch_axis`, otherwise 0.
+
+    Raises
+    ------
+    TrainerError
+        It cannot be called.
+    """
+    check_function(operation, "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
+    is_ours = (split_f.func if isinstance(split_f, partial) else split_f) is split_batch
+    try:
+        defaults = {name: one.default for name, one in signature(split_f).parameters.items() if one.default is not one.empty}
+    except (TypeError, ValueError) as error:  # a function of C has none
+        if is_ours:
+            raise TrainerError(
+                f"{operation}: got split_f={short(split_f)} ({error}); expected options of split_batch. Its help lists them."
+            ) from error
+        defaults = {}
+    axis = defaults.get("batch_axis", 0)
+    if is_ours:
+        return Split(axis, bool(defaults.get("even_split")), defaults.get("weights"))
+    return Split(axis, function=split_f)
 
 
 def form_of(data: Any) -> Optional[Hashable]:
@@ -66,12 +91,6 @@ class Plan:
         self.shapes: List[Tuple[int, ...]] = []
         self.shards: Optional[Hashable] = None
 
-    def is_counted(self, losses: Sequence[Array], *, is_compiled: bool) -> bool:
-        """Return whether a batch with these losses has the numbers of the batch that was counted: always with one graph."""
-        if self.parts is None or self.is_new:
-            return False
-        return is_compiled or self.shapes == [loss.shape for loss in losses]
-
 
 class Planner:
     """Makes the plans of a step, and keeps them.
@@ -90,8 +109,41 @@ class Planner:
         self._num_units: Optional[Callable[[Any], int]] = getattr(loss, "num_units", None)
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
 
-    def plan(self, X: Any, y: Any) -> Plan:
-        """Return the plan for batches like this one."""
+    def split(self, X: Any, y: Any) -> Tuple[Plan, List[Any], List[Any]]:
+        """Return the plan for batches like this one, and its shards; bool labels become float32 for Gluon's losses."""
+        plan = self._plan(X, y)
+        Xs, ys = self._by_function(X, y) if plan.parts is None else plan.parts.pair(X, y)
+        if plan.casts_labels:
+            ys = [label.astype("float32") if is_device_array(label) and label.dtype == np.bool_ else label for label in ys]
+        return plan, Xs, ys
+
+    def count(
+        self, plan: Plan, losses: Sequence[Array], y: Any, ys: Sequence[Any], *, is_compiled: bool
+    ) -> Tuple[int, Optional[int]]:
+        """Count what the gradient of a batch is divided by; check that each loss holds one number per example of its shard.
+
+        Parameters
+        ----------
+        is_compiled : bool
+            Whether one graph has computed the losses: then all batches of a plan have the same numbers.
+
+        Returns
+        -------
+        (int, int or None)
+            The divisor; and with a loss that has `num_units`, its units in this process's part of the batch.
+        """
+        if plan.parts is None or plan.is_new or not (is_compiled or plan.shapes == [loss.shape for loss in losses]):
+            self._count_examples(plan, losses, y, ys)
+        if self._num_units is None:
+            return plan.num_examples, None
+        total = self._units(y, 1)
+        if process_shard()[1] == 1:
+            return total, total
+        assert plan.parts is not None, "a function cannot divide a batch of several processes"
+        part = plan.parts.own_part(y, self._split.label_axis)
+        return total, 0 if part is None else self._units(part, 0)
+
+    def _plan(self, X: Any, y: Any) -> Plan:
         forms = form_of(X), form_of(y)
         key = (*forms, mx.util.is_np_array(), process_shard())
         plan = self._plans.get(key)
@@ -105,16 +157,28 @@ class Planner:
             self._plans.move_to_end(key)
         return plan
 
-    def split(self, plan: Plan, X: Any, y: Any) -> Shards:
-        """Return the shards of a batch; bool labels become float32 for Gluon's losses."""
-        parts = plan.parts
-        Xs, ys = self._split(X, y, self._devices) if parts is None else parts.pair(X, y)
-        if plan.casts_labels:
-            ys = [label.astype("float32") if is_device_array(label) and label.dtype == np.bool_ else label for label in ys]
-        return Xs, ys
+    def _make(self, X: Any, y: Any) -> Plan:
+        split, parts = self._split, None
+        if split.function is not None and process_shard()[1] > 1:
+            raise refusal(self._operation, "several processes", "a split of your own", f"split_f={split.function!r}")
+        self._check_axis(y)
+        casts = isinstance(self._loss, gluon.loss.Loss) and getattr(y, "dtype", np.bool_) == np.bool_
+        if split.function is None:
+            parts = SplitPlan("split_batch", Fields((X, y)), self._devices, split, is_prepared=True)
+        return Plan(parts, casts_labels=casts)
 
-    def count(self, plan: Plan, losses: Sequence[Array], y: Any, ys: Sequence[Any]) -> None:
-        """Count the examples of a batch; check that each loss holds one number per example of its shard."""
+    def _by_function(self, X: Any, y: Any) -> Shards:
+        assert self._split.function is not None, "otherwise the plan divides"
+        shards = self._split.function(X, y, list(self._devices))
+        pair = isinstance(shards, (list, tuple)) and len(shards) == 2 and all(isinstance(side, (list, tuple)) for side in shards)
+        if not pair or len(shards[0]) != len(shards[1]) or not shards[0]:
+            raise ShardError(
+                f"split_f: got {short(shards)}; expected as many shards of features as of labels, 1 or more. Return (list of X "
+                "shards, list of y shards)."
+            )
+        return list(shards[0]), list(shards[1])
+
+    def _count_examples(self, plan: Plan, losses: Sequence[Array], y: Any, ys: Sequence[Any]) -> None:
         several = process_shard()[1] > 1
         if losses:
             counted = [self._count(shard, *pair) for shard, pair in enumerate(zip(losses, ys))]
@@ -135,27 +199,10 @@ class Planner:
             plan.num_examples = count_examples(self._operation, y, self._split.label_axis)
         plan.is_new = False
 
-    def units(self, y: Any) -> Tuple[Optional[int], Optional[int]]:
-        """Return the units that a loss with `num_units` counts in a batch and in this process's part; None for other losses."""
-        if self._num_units is None:
-            return None, None
-        total = self._units(y, 1)
-        if process_shard()[1] == 1:
-            return total, total
-        part = self._split.own_part(y, len(self._devices))
-        return total, 0 if part is None else self._units(part, 0)
-
     def _units(self, label: Any, low: int) -> int:
         assert self._num_units is not None, "it was asked before"
         name, advice = "num_units(y) of the loss", "Leave out the batch."
         return whole_number(self._operation, name, self._num_units(label), low=low, advice=advice)
-
-    def _make(self, X: Any, y: Any) -> Plan:
-        if process_shard()[1] > 1 and not self._split.knows_processes:
-            raise refusal(self._operation, "several processes", "a split of your own", f"split_f={self._split!r}")
-        self._check_axis(y)
-        casts = isinstance(self._loss, gluon.loss.Loss) and getattr(y, "dtype", np.bool_) == np.bool_
-        return Plan(self._split.plan(X, y, self._devices), casts_labels=casts)
 
     def _check_axis(self, label: Any) -> None:
         """Raise `TrainerError` if one of MXNet's losses would average over other axes than those of one example.

@@ -13,9 +13,8 @@ from ..nested import leaves
 from ..runtime.c_api import wait_until_unused
 from ..trainer.gradients import latest_split, restore_split
 from .iterators import as_pair, batches_of, check_iterable
-from .plan import Planner
-from .sharding import split_batch
-from .split_protocol import Shards, SplitFunction, as_split
+from .plan import Planner, as_split
+from .sharding import Shards, SplitFunction, split_batch
 
 NUM_HELD = 4  # batches in use, in addition to those loaded ahead: the user's, and those of steps that still run
 _END = object()
@@ -94,9 +93,8 @@ def _load_ahead(data_iter: Iterable[Any], planner: Planner, num_batches: int) ->
                 item = next(items, _END)
                 ended = item is _END
                 if not ended:
-                    X, y = as_pair(item, "prefetch")
-                    loaded.append((planner.split(planner.plan(X, y), X, y), latest_split()))
-                    del item, X, y  # the iterator's batch must not outlive its shards
+                    loaded.append((planner.split(*as_pair(item, "prefetch"))[1:], latest_split()))
+                    del item  # the iterator's batch must not outlive its shards
             except Exception as error:  # raised after the batches before it
                 failed, ended = error, True
         if not loaded:

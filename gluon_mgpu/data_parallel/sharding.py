@@ -25,25 +25,35 @@ DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64", "b
 _MOST_SHARDS = 2**16  # no machine has more devices
 _MXNET_DTYPES = {"float64": "float32", "int16": "int32", "uint16": "int32", "uint32": "int64"}
 
+Shards = Tuple[List[Any], List[Any]]  # of features and of labels, each on its device
+SplitFunction = Callable[[Any, Any, Sequence[Context]], Shards]
 Bounds = Tuple[int, int]  # [begin, end) along the batch axis
 Leaf = Tuple[str, Array, Any]  # an array of nested data: its path, the array, and its batch axis
 
 
 @dataclass(frozen=True)
-class SplitOptions:
+class Split:
     """How batches are divided: the arguments of `split_and_load`, and others.
 
     Attributes
     ----------
     virtual : int
-        So many shards for each device, in their order, each in memory of its own: operators may round differently in a part of
-        another array. 0: one.
+        So many shards over all devices and processes, equally many on each, in their order, and each in memory of its own:
+        operators may round differently in a part of another array. 0: one on each device.
+    function : callable, optional
+        Another function than `split_batch`, which divides them itself: d2l's, or the user's.
     """
 
     batch_axis: Any = 0
     even_split: bool = False
     weights: Optional[Sequence[float]] = None
     virtual: int = 0
+    function: Optional[SplitFunction] = None
+
+    @property
+    def label_axis(self) -> Any:
+        """The axis of the labels, if features and labels each have their own."""
+        return self.batch_axis[1] if isinstance(self.batch_axis, (list, tuple)) else self.batch_axis
 
 
 def plan_shards(num_examples: int, num_shards: int, weights: Optional[Sequence[float]] = None) -> List[int]:
@@ -136,9 +146,9 @@ def split_data(
     """
     num_slice = whole_number("split_data", "num_slice", num_slice, advice="Pass the number of devices.", error=ShardError)
     flag("split_data", "even_split", even_split, error=ShardError)
-    found = _leaves(data, batch_axis)
-    bounds = _plan("split_data", found, num_slice, SplitOptions(batch_axis, even_split, weights))
-    return [_like(data, [_slice_leaf(leaf, begin, end, axis) for _, leaf, axis in found]) for begin, end in bounds if end > begin]
+    num_examples = count_examples("split_data", data, batch_axis)
+    bounds = _bounds("split_data", num_examples, num_slice, Split(batch_axis, even_split, weights))
+    return [_part(data, batch_axis, begin, end) for begin, end in bounds if end > begin]
 
 
 def split_and_load(
@@ -189,8 +199,7 @@ def split_and_load(
 
     Source: the signature is that of `mxnet.gluon.utils.split_and_load`.
     """
-    options = SplitOptions(batch_axis, even_split, weights)
-    return SplitPlan("split_and_load", data, ctx_list, options).shards(data)
+    return SplitPlan("split_and_load", data, ctx_list, Split(batch_axis, even_split, weights)).shards(data)
 
 
 def split_batch(
@@ -201,7 +210,7 @@ def split_batch(
     batch_axis: Any = 0,
     even_split: bool = False,
     weights: Optional[Sequence[float]] = None,
-) -> Tuple[List[Any], List[Any]]:
+) -> Shards:
     """Return the shards of features and labels, each on its device.
 
     Like d2l's function, but it also splits a batch that is not a multiple of the devices. See `split_and_load`.
@@ -221,8 +230,7 @@ def split_batch(
 
     Source: the signature is that of d2l, chapter "Training on Multiple GPUs".
     """
-    options = SplitOptions(batch_axis, even_split, weights)
-    return SplitPlan("split_batch", Fields((X, y)), devices, options).pair(X, y)
+    return SplitPlan("split_batch", Fields((X, y)), devices, Split(batch_axis, even_split, weights)).pair(X, y)
 
 
 def gather(shards: Sequence[Any], ctx: Optional[Context] = None, batch_axis: Any = 0) -> Any:
@@ -268,7 +276,8 @@ class SplitPlan:
         For errors.
     data, contexts
         As for `split_and_load`.
-    options : SplitOptions
+    split : Split
+        Without a function.
     is_prepared : bool
         Prepare the calls of MXNet, for more batches than this one. They do not wait for the devices: bound their number.
 
@@ -281,25 +290,29 @@ class SplitPlan:
     """
 
     def __init__(
-        self, operation: str, data: Any, contexts: Sequence[Context], options: SplitOptions, *, is_prepared: bool = False
+        self, operation: str, data: Any, contexts: Sequence[Context], split: Split, *, is_prepared: bool = False
     ) -> None:
         check_contexts(contexts, operation)
-        flag(operation, "even_split", options.even_split, error=ShardError)
-        found = _leaves(data, options.batch_axis)
-        each = options.virtual or 1
-        bounds = _bounds_here(operation, found, each * len(contexts), options)
-        self.places = [(*pair, contexts[i // each]) for i, pair in enumerate(bounds) if pair[1] > pair[0]]
+        flag(operation, "even_split", split.even_split, error=ShardError)
+        found = _leaves(data, split.batch_axis)
+        rank, num_processes = process_shard()
+        each = split.virtual // num_processes // len(contexts) or 1
+        num_here = each * len(contexts)
+        if num_processes > 1 and split.weights is not None:
+            split = replace(split, weights=list(split.weights) * num_processes)
         self.num_examples = _batch_size(operation, found)
+        bounds = _bounds(operation, self.num_examples, num_here * num_processes, split)[rank * num_here : (rank + 1) * num_here]
+        self.places = [(*pair, contexts[i // each]) for i, pair in enumerate(bounds) if pair[1] > pair[0]]
         self._idle = frozenset(contexts) - {context for _, _, context in self.places}
         self._divided = self.num_examples * (sum(end - begin for begin, end, _ in self.places) < self.num_examples)
-        self._loads = [_loads(operation, *one, self.places, options, is_prepared) for one in found]
+        self._loads = [_loads(operation, *one, self.places, split, is_prepared) for one in found]
         self._is_flat = type(data) in (tuple, Fields) and all(isinstance(one, (mx.nd.NDArray, np.ndarray)) for one in data)
 
     def shards(self, data: Any) -> List[Any]:
         """Return the shards of a batch of this form, in its nesting."""
         return [_like(data, parts) for parts in zip(*self._columns(data))]
 
-    def pair(self, X: Any, y: Any) -> Tuple[List[Any], List[Any]]:
+    def pair(self, X: Any, y: Any) -> Shards:
         """Return the shards of features and of labels."""
         data = Fields((X, y))
         if self._is_flat:
@@ -308,6 +321,10 @@ class SplitPlan:
         shards = self.shards(data)
         return [shard[0] for shard in shards], [shard[1] for shard in shards]
 
+    def own_part(self, data: Any, batch_axis: Any) -> Any:
+        """Return this process's part of a batch or its label, on its own device; None if it has none."""
+        return _part(data, batch_axis, self.places[0][0], self.places[-1][1]) if self.places else None
+
     def _columns(self, data: Any) -> List[List[Array]]:
         note_split(self._idle, self._divided)
         arrays = data if self._is_flat else [leaf for _, leaf in leaves(data)]
@@ -315,11 +332,11 @@ class SplitPlan:
 
 
 def _loads(
-    operation: str, path: str, leaf: Array, axis: int, places: List[Place], options: SplitOptions, is_prepared: bool
+    operation: str, path: str, leaf: Array, axis: int, places: List[Place], split: Split, is_prepared: bool
 ) -> Callable[[Array], List[Array]]:
     """Return a function that returns the parts of such an array, each on its device."""
     is_array = isinstance(leaf, (np.ndarray, mx.nd.NDArray))
-    if is_prepared and is_array and not (options.virtual and is_device_array(leaf)) and axis % len(leaf.shape) == 0:
+    if is_prepared and is_array and not (split.virtual and is_device_array(leaf)) and axis % len(leaf.shape) == 0:
         wanted = leaf.dtype if is_device_array(leaf) else _MXNET_DTYPES.get(leaf.dtype.name, leaf.dtype)
         if Slices.can(leaf, places, wanted):
             return Slices(leaf, places, wanted).parts
@@ -329,7 +346,7 @@ def _loads(
     def part(leaf: Array, begin: int, end: int, context: Context) -> Array:
         found = _slice_leaf(leaf, begin, end, axis)
         loaded = _load(operation, path, found, context, make)
-        return loaded.copy() if options.virtual and loaded is found else loaded
+        return loaded.copy() if split.virtual and loaded is found else loaded
 
     return lambda leaf: [part(leaf, *place) for place in places]
 
@@ -337,23 +354,6 @@ def _loads(
 def count_examples(operation: str, data: Any, batch_axis: Any = 0) -> int:
     """Return how many examples a batch holds; errors as of a split."""
     return _batch_size(operation, _leaves(data, batch_axis))
-
-
-def part_of_process(data: Any, num_shards: int, options: SplitOptions) -> Any:
-    """Return this process's part of a batch, on the batch's own device; None if a split gives this process no examples."""
-    found = _leaves(data, options.batch_axis)
-    bounds = _bounds_here("split_batch", found, num_shards, options)
-    begin, end = bounds[0][0], bounds[-1][1]
-    return _like(data, [_slice_leaf(leaf, begin, end, axis) for _, leaf, axis in found]) if end > begin else None
-
-
-def _bounds_here(operation: str, found: Sequence[Leaf], num_shards: int, options: SplitOptions) -> List[Bounds]:
-    """Return the bounds of the shards of this process, of a batch that all processes share."""
-    rank, num_processes = process_shard()
-    if num_processes > 1 and options.weights is not None:
-        options = replace(options, weights=list(options.weights) * num_processes)
-    bounds = _plan(operation, found, num_shards * num_processes, options)
-    return bounds[rank * num_shards : (rank + 1) * num_shards]
 
 
 def _leaves(data: Any, batch_axis: Any) -> List[Leaf]:
@@ -368,14 +368,17 @@ def _like(data: Any, parts: Sequence[Array]) -> Any:
     return map_leaves(lambda path, leaf: next(rest), data)
 
 
-def _plan(operation: str, found: Sequence[Leaf], num_shards: int, options: SplitOptions) -> List[Bounds]:
-    num_examples = _batch_size(operation, found)
-    if options.even_split and options.weights is None and num_examples % num_shards:
+def _part(data: Any, batch_axis: Any, begin: int, end: int) -> Any:
+    return map_leaves(lambda path, leaf, axis: _slice_leaf(leaf, begin, end, axis), data, batch_axis)
+
+
+def _bounds(operation: str, num_examples: int, num_shards: int, split: Split) -> List[Bounds]:
+    if split.even_split and split.weights is None and num_examples % num_shards:
         raise ShardError(
-            f"{operation}: got a batch of {num_examples} along axis {options.batch_axis} for {num_shards} devices with "
+            f"{operation}: got a batch of {num_examples} along axis {split.batch_axis} for {num_shards} devices with "
             f"even_split=True; expected a multiple of {num_shards}. Pass even_split=False."
         )
-    ends = list(accumulate(plan_shards(num_examples, num_shards, options.weights)))
+    ends = list(accumulate(plan_shards(num_examples, num_shards, split.weights)))
     return list(zip([0] + ends[:-1], ends))
 
 

@@ -23,11 +23,10 @@ from ..trainer.running_stats import note_examples, running_stats
 from ..trainer.trainer import Trainer
 from .compiled import make_passes
 from .passes import Passes
-from .plan import Plan, Planner
+from .plan import Plan, Planner, as_split
 from .prepared import Place
-from .sharding import count_examples, split_batch, split_data
-from .split_protocol import Split, SplitFunction, as_split
-from .virtual_passes import VirtualPasses, VirtualSplit
+from .sharding import Split, SplitFunction, count_examples, split_batch, split_data
+from .virtual_passes import VirtualPasses, virtual_split
 
 MOST_IN_FLIGHT = 24  # batches
 
@@ -219,7 +218,7 @@ class TrainStep:
         self.passes = make_passes(operation, net, loss, compiled, trainer=trainer, kept=trainer.kept)
         if trainer.virtual_shards is not None:
             num_shards = trainer.virtual_shards * micro_steps
-            split = VirtualSplit(split, num_shards, operation)
+            split = virtual_split(split, num_shards, operation)
             self.passes, micro_steps = VirtualPasses(self.passes, net, loss, num_shards, trainer, micro_steps), 1
         self._trainer: Trainer = trainer
         self._operation, self._net = operation, net
@@ -264,19 +263,19 @@ class TrainStep:
         except BaseException:
             trainer.discard()  # a part of a batch must not count in the next
             raise
+        units = [batch.num_units for batch in batches if batch.num_units is not None]
         return Batch(
             [output for batch in batches for output in batch.outputs],
             [label for batch in batches for label in batch.labels],
             [one for batch in batches for one in batch.losses],
             sum(batch.num_examples for batch in batches),
-            self._planner.units(y)[1],
+            sum(units) if units else None,
         )
 
     def _train(self, X: Any, y: Any) -> Batch:
         trainer, passes, planner, on_phase = self._trainer, self.passes, self._planner, self._on_phase
         on_phase("split")
-        plan = planner.plan(X, y)
-        Xs, ys = planner.split(plan, X, y)
+        plan, Xs, ys = planner.split(X, y)
         Xs, ys = passes.arrange(self._operation, Xs, ys, self._axis)
         on_phase("forward")
         if self._open is None or (self._open and plan.is_new):  # batches of another form may reach other layers
@@ -289,15 +288,13 @@ class TrainStep:
             trainer.gradients.settle()
         if plan.is_new and self._check is not None:
             self._check(outputs, ys)
-        if not plan.is_counted(losses, is_compiled=passes.is_compiled):
-            planner.count(plan, losses, y, ys)
-        num_units, own_units = planner.units(y)
+        divisor, own_units = planner.count(plan, losses, y, ys, is_compiled=passes.is_compiled)
         on_phase("backward")
         passes.backward(trainer, losses)
         on_phase("update")
         if self._stats and not passes.notes_examples:
             note_examples(plan.examples.items(), self._stats)
-        trainer.step(plan.num_examples if num_units is None else num_units, self._ignore_stale_grad)
+        trainer.step(divisor, self._ignore_stale_grad)
         on_phase("dispatch")
         self._in_flight.append(losses)
         if len(self._in_flight) > MOST_IN_FLIGHT:  # a loop that never waits must not fill the memory with batches
@@ -319,7 +316,7 @@ class TrainStep:
         if any(param._deferred_init for param in params):
             if not Xs:  # of a batch with fewer examples than processes: every process needs the shapes
                 with own_batches():
-                    Xs, ys = self._planner.split(self._planner.plan(X, y), X, y)
+                    _, Xs, ys = self._planner.split(X, y)
             Passes(self._net, None, trains=False).forward(self._operation, Xs[:1], ys[:1])
             trainer.resolve_shapes()
         if group() is not None and not has_values(trainer.params):
@@ -371,14 +368,11 @@ class EvalStep:
         """Evaluate one batch."""
         planner, passes = self._planner, self._passes
         trained = latest_split()
-        plan = planner.plan(X, y)
-        Xs, ys = planner.split(plan, X, y)
+        plan, Xs, ys = planner.split(X, y)
         restore_split(trained)
         Xs, ys = passes.arrange(self._operation, Xs, ys, self._split.batch_axis)
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
-        if not plan.is_counted(losses, is_compiled=passes.is_compiled):
-            planner.count(plan, losses, y, ys)
-        own_units = planner.units(y)[1]
+        _, own_units = planner.count(plan, losses, y, ys, is_compiled=passes.is_compiled)
         self.places = plan.parts.places if plan.parts is not None else []
         numbers, known = passes.shard_numbers(len(outputs)), plan if passes.is_compiled and plan.parts else None
         return Batch(outputs, ys, losses, plan.num_examples, own_units, numbers, known)

@@ -17,8 +17,7 @@ from ..trainer.running_stats import RunningStats, is_running_stat, running_stats
 from ..trainer.sums import make_sum
 from .iterators import as_pair, batches_of, check_iterable, no_batch
 from .passes import Passes, run_backward
-from .sharding import split_batch
-from .split_protocol import SplitFunction
+from .sharding import SplitFunction, split_batch
 from .step import check_network
 
 

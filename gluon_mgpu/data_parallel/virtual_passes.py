@@ -23,12 +23,11 @@ from ..trainer.slab import Slab, zero
 from ..trainer.trainer import Trainer
 from .batchnorm import is_synchronised
 from .passes import Passes
-from .sharding import SplitPlan, count_examples
-from .split_protocol import BatchSplit, Split
+from .sharding import Split
 
 
-class VirtualSplit(BatchSplit):
-    """Cuts batches into virtual shards, and returns those of this process on its devices.
+def virtual_split(split: Split, num_shards: int, operation: str) -> Split:
+    """Return a split that cuts batches into virtual shards, and returns those of this process on its devices.
 
     Parameters
     ----------
@@ -44,20 +43,9 @@ class VirtualSplit(BatchSplit):
     TrainerError
         It splits in another way.
     """
-
-    def __init__(self, split: Split, num_shards: int, operation: str) -> None:
-        if not isinstance(split, BatchSplit) or split.options.weights is not None or split.options.even_split:
-            raise refusal(operation, "virtual_shards", "a split of your own", f"split_f={split!r}")
-        super().__init__(split.options)
-        self.num_shards = num_shards
-
-    def plan(self, X: Any, y: Any, devices: Sequence[Context]) -> SplitPlan:
-        count_examples("split_batch", y, self.label_axis)
-        self.options = replace(self.options, virtual=self.num_shards // process_shard()[1] // len(devices))
-        return super().plan(X, y, devices)
-
-    def own_part(self, label: Any, num_devices: int) -> Any:
-        return super().own_part(label, self.num_shards // process_shard()[1])
+    if split.function is not None or split.weights is not None or split.even_split:
+        raise refusal(operation, "virtual_shards", "a split of your own", f"split_f={split.function or split!r}")
+    return replace(split, virtual=num_shards)
 
 
 class VirtualPasses(Passes):
@@ -68,7 +56,7 @@ class VirtualPasses(Passes):
     inner : Passes
         Those of one shard.
     num_shards : int
-        As of the `VirtualSplit`.
+        As of `virtual_split`.
     trainer : Trainer, optional
         Given, the forward passes also queue the backward passes.
     parts : int

@@ -9,10 +9,10 @@ from mxnet import gluon
 from ..data_parallel.compiled import make_passes
 from ..data_parallel.iterators import check_iterable
 from ..data_parallel.passes import Passes
-from ..data_parallel.sharding import split_batch
-from ..data_parallel.split_protocol import SplitFunction, as_split
+from ..data_parallel.plan import as_split
+from ..data_parallel.sharding import SplitFunction, split_batch
 from ..data_parallel.step import EvalStep, check_network
-from ..data_parallel.virtual_passes import VirtualPasses, VirtualSplit
+from ..data_parallel.virtual_passes import VirtualPasses, virtual_split
 from ..trainer.parameters import average_replicas, devices_of
 from ..trainer.tree_sum import VirtualShards
 from .batch_loop import BatchLoop, EpochOptions, EpochProgress
@@ -116,7 +116,7 @@ def run_evaluation(
     devices = devices_of(net)
     average_replicas(net)
     if virtual_shards is not None:
-        split = VirtualSplit(split, virtual_shards, "evaluate")
+        split = virtual_split(split, virtual_shards, "evaluate")
         passes = VirtualPasses(passes, net, loss, virtual_shards)
     step = EvalStep("evaluate", net, loss, devices, split, passes)
     return BatchLoop(step, DeviceSums(metrics, num_shards=virtual_shards), options).run(data_iter)

@@ -14,8 +14,7 @@ from ..checks import instance, short, whole_number
 from ..data_parallel.batchnorm import set_batch_norm
 from ..data_parallel.compiled import make_passes
 from ..data_parallel.iterators import check_iterable
-from ..data_parallel.sharding import split_batch
-from ..data_parallel.split_protocol import SplitFunction
+from ..data_parallel.sharding import SplitFunction, split_batch
 from ..data_parallel.step import TrainStep, check_network
 from ..distributed import any_process
 from ..errors import TrainerError

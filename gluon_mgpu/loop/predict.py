@@ -12,8 +12,7 @@ from mxnet import Context, autograd, gluon
 from ..checks import flag, reason_of, whole_number
 from ..data_parallel.compiled import make_passes
 from ..data_parallel.iterators import as_pair, batches_of, check_iterable, features_of, no_batch
-from ..data_parallel.sharding import SplitOptions, gather
-from ..data_parallel.split_protocol import BatchSplit
+from ..data_parallel.sharding import Split, gather
 from ..data_parallel.step import EvalStep, check_network
 from ..distributed import group, without_group
 from ..errors import ShardError, StepError, TrainerError, last_line
@@ -144,7 +143,7 @@ def predict_batches(
     check_iterable("predict", "data_iter", data_iter, pairs=False)
     devices = devices_of(net, "predict")
     passes = make_passes("predict", net, None, compiled)
-    step = EvalStep("predict", net, None, devices, BatchSplit(SplitOptions((batch_axis, 0))), passes)
+    step = EvalStep("predict", net, None, devices, Split((batch_axis, 0)), passes)
     return _run(net, step, data_iter, pairs=pairs, output_axis=_output_axis(batch_axis, output_axis), max_inflight=max_inflight)
 
 

@@ -12,8 +12,7 @@ from mxnet import gluon
 from ..checkpoint.save_and_load import remember
 from ..checks import instance, real_number, whole_number
 from ..data_parallel.iterators import as_pair, batches_of, check_iterable, no_batch
-from ..data_parallel.sharding import split_batch
-from ..data_parallel.split_protocol import SplitFunction
+from ..data_parallel.sharding import SplitFunction, split_batch
 from ..data_parallel.step import Batch, check_network, eval_batch, train_batch
 from ..distributed import group
 from ..loop.resume import loader_epoch, set_loader_epoch

@@ -45,10 +45,13 @@ class SyncBatchNorm(_BatchNorm):
         return super().__new__(cls)
 
     def forward(self, x: Any, *args: Any) -> Any:
-        if isinstance(x, mx.sym.Symbol):
-            self._check_graph()
-            return super().forward(x, *args)
-        if not autograd.is_training():
+        is_symbol = isinstance(x, mx.sym.Symbol)
+        if is_symbol and self._active:  # a graph would run each shard separately
+            raise TrainerError(
+                "SyncBatchNorm: got hybridize() after convert_sync_batchnorm(); expected hybridize() first. Call "
+                "convert_sync_batchnorm(net) again; to export the network, call mgpu.export(net, path, sample) instead."
+            )
+        if is_symbol or not autograd.is_training():
             return super().forward(x, *args)
         if not is_in_lockstep() and len(self.running_mean.list_ctx()) > 1:
             raise TrainerError(
@@ -90,14 +93,6 @@ class SyncBatchNorm(_BatchNorm):
             for param in self.params.values():
                 param._finish_deferred_init()
             return self.gamma.data(x.context), self.beta.data(x.context)
-
-    def _check_graph(self) -> None:
-        """Raise `TrainerError` if it is traced for a graph, which would run each shard separately."""
-        if self._active:
-            raise TrainerError(
-                "SyncBatchNorm: got hybridize() after convert_sync_batchnorm(); expected hybridize() first. Call "
-                "convert_sync_batchnorm(net) again; to export the network, call mgpu.export(net, path, sample) instead."
-            )
 
 
 def set_batch_norm(net: gluon.Block, bn: str) -> gluon.Block:

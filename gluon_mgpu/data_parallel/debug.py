@@ -67,8 +67,9 @@ def debugging(net: gluon.Block, loss: Any = None, *, check_finite: bool = True) 
     with ExitStack() as stack:
         for path, root in (("", net), ("loss", loss)):
             for name, block in _layers(path, root) if isinstance(root, gluon.Block) else ():
-                stack.callback(block.register_forward_pre_hook(partial(_begin, running, name)).detach)
-                stack.callback(block.register_forward_hook(partial(_end, running, name, check_finite)).detach)
+                layer = f"layer {name} ({type(block).__name__})" if name else type(block).__name__
+                stack.callback(block.register_forward_pre_hook(partial(_begin, running, layer)).detach)
+                stack.callback(block.register_forward_hook(partial(_end, running, layer, check_finite)).detach)
                 if getattr(block, "_active", False) and not isinstance(block, gluon.SymbolBlock):
                     block._active = False  # its graph is kept for later
                     stack.callback(setattr, block, "_active", True)
@@ -83,21 +84,21 @@ def debugging(net: gluon.Block, loss: Any = None, *, check_finite: bool = True) 
             ) from error
 
 
-def _begin(running: List[str], path: str, block: gluon.Block, args: Sequence[Any]) -> None:
+def _begin(running: List[str], layer: str, block: gluon.Block, args: Sequence[Any]) -> None:
     """Note which layer runs, and check its indices or labels."""
     inputs = _arrays(args)
-    running[0] = f"layer {path} ({type(block).__name__})" if path else type(block).__name__
+    running[0] = layer
     if inputs:
         running[0] += f" on {inputs[0].context}, inputs of shapes {', '.join(str(one.shape) for one in inputs)}"
         _check_range(running[0], block, *args)
 
 
-def _end(running: List[str], path: str, check_finite: bool, block: gluon.Block, args: Sequence[Any], output: Any) -> None:
+def _end(running: List[str], layer: str, check_finite: bool, block: gluon.Block, args: Sequence[Any], output: Any) -> None:
     """Wait for a layer's outputs, and check them."""
     outputs = _arrays(output)
     if not outputs:
         return
-    running[0] = f"layer {path} ({type(block).__name__}) on {outputs[0].context}" if path else type(block).__name__
+    running[0] = f"{layer} on {outputs[0].context}"
     num_bad = sum(map(_num_bad, outputs))
     if num_bad and check_finite:
         own = getattr(block, "_reg_params", block.params)

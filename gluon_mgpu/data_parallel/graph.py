@@ -73,16 +73,15 @@ def why_not_compiled(net: Any, loss: Any, *, traced_once: bool = False) -> str:
     """
     if is_mxnet2():
         return "MXNet 2 has no executors"
-    for what, block in (("the network", net), ("the loss", loss)):
-        if block is None and what == "the loss":
-            continue
+    parts = [("the network", net)] + [("the loss", loss)] * (loss is not None)
+    for what, block in parts:
         reason = _why_no_graph(what, block)
         if reason:
             return reason
         is_hybridized = getattr(block, "_active", False) or (what == "the loss" and _is_known(block))
         if not traced_once and not is_hybridized:
             return f"{what} is not hybridized"
-    for block in (*blocks_of(net), *(blocks_of(loss) if loss is not None else ())):
+    for block in [one for _, part in parts for one in blocks_of(part)]:
         reason = _why_not_alone(block)
         if reason:
             return f"{block.name} ({type(block).__name__}) {reason}"

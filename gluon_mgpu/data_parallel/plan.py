@@ -136,12 +136,13 @@ class Planner:
             self._count_examples(plan, losses, y, ys)
         if self._num_units is None:
             return plan.num_examples, None
-        total = self._units(y, 1)
-        if process_shard()[1] == 1:
-            return total, total
-        assert plan.parts is not None, "a function cannot divide a batch of several processes"
-        part = plan.parts.own_part(y, self._split.label_axis)
-        return total, 0 if part is None else self._units(part, 0)
+        checked = partial(whole_number, self._operation, "num_units(y) of the loss", advice="Leave out the batch.")
+        total = own = checked(self._num_units(y))
+        if process_shard()[1] > 1:
+            assert plan.parts is not None, "a function cannot divide a batch of several processes"
+            part = plan.parts.own_part(y, self._split.label_axis)
+            own = 0 if part is None else checked(self._num_units(part), low=0)
+        return total, own
 
     def _plan(self, X: Any, y: Any) -> Plan:
         forms = form_of(X), form_of(y)
@@ -198,11 +199,6 @@ class Planner:
         if several:
             plan.num_examples = count_examples(self._operation, y, self._split.label_axis)
         plan.is_new = False
-
-    def _units(self, label: Any, low: int) -> int:
-        assert self._num_units is not None, "it was asked before"
-        name, advice = "num_units(y) of the loss", "Leave out the batch."
-        return whole_number(self._operation, name, self._num_units(label), low=low, advice=advice)
 
     def _check_axis(self, label: Any) -> None:
         """Raise `TrainerError` if one of MXNet's losses would average over other axes than those of one example.

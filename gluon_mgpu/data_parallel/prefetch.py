@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Deque, Generator, Iterable, Optional, Sequence, Tuple
+from itertools import islice
+from typing import Any, Deque, Generator, Iterable, Iterator, Optional, Sequence, Tuple
 
 from mxnet import Context
 
@@ -17,7 +18,6 @@ from .plan import Planner, as_split
 from .sharding import Shards, SplitFunction, split_batch
 
 NUM_HELD = 4  # batches in use, in addition to those loaded ahead: the user's, and those of steps that still run
-_END = object()
 
 
 def prefetch(
@@ -80,23 +80,24 @@ def prefetch(
     return _load_ahead(data_iter, planner, num_batches)
 
 
+def _load(data_iter: Iterable[Any], planner: Planner) -> Iterator[Tuple[Shards, Any]]:
+    for item in batches_of(data_iter):
+        shards = planner.split(*as_pair(item, "prefetch"))[1:]
+        del item  # the iterator's batch must not outlive its shards
+        yield shards, latest_split()
+
+
 def _load_ahead(data_iter: Iterable[Any], planner: Planner, num_batches: int) -> Generator[Shards, None, None]:
     loaded: Deque[Tuple[Shards, Any]] = deque()
     in_use: Deque[Shards] = deque()
     failed: Optional[Exception] = None
-    items = batches_of(data_iter)
+    rest = _load(data_iter, planner)
     wanted = 1  # the first step starts as soon as its batch is loaded
-    ended = False
     while True:
-        while len(loaded) < wanted and not ended:
-            try:
-                item = next(items, _END)
-                ended = item is _END
-                if not ended:
-                    loaded.append((planner.split(*as_pair(item, "prefetch"))[1:], latest_split()))
-                    del item  # the iterator's batch must not outlive its shards
-            except Exception as error:  # raised after the batches before it
-                failed, ended = error, True
+        try:
+            loaded.extend(islice(rest, wanted - len(loaded)))
+        except Exception as error:  # raised after the batches before it
+            failed = error
         if not loaded:
             break
         wanted = num_batches

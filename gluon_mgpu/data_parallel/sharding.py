@@ -409,10 +409,8 @@ def _length(operation: str, path: str, leaf: Array, axis: Any) -> int:
 
 
 def _shape(operation: str, path: str, leaf: Array) -> Tuple[int, ...]:
-    if is_device_array(leaf):
-        return tuple(leaf.shape)
     try:
-        return host_array(leaf).shape if isinstance(leaf, (list, tuple)) else np.shape(leaf)
+        return tuple(leaf.shape) if hasattr(leaf, "shape") else host_array(leaf).shape
     except ValueError:  # rows of unequal length
         raise ShardError(
             f"{operation}: got {path}, a {type(leaf).__name__} of rows of unequal length; expected an array. Pad the rows."

@@ -9,7 +9,7 @@ batch ─► 8 virtual shards ─► cpu(0): 0, 1, 2, 3    each: seed, forward, 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import Context, autograd, gluon
@@ -110,8 +110,10 @@ class VirtualPasses(Passes):
         statistics.begin()
         if not Xs:
             empty_pass(trainer.gradients)
+        each = self._num_shards // process_shard()[1] // len(contexts)
         with one_pass(trainer.gradients):
-            for place, replica in _in_turns(len(Xs), self._num_shards // process_shard()[1], len(contexts)):
+            for place in sorted(range(len(Xs)), key=lambda place: place % each):  # each device's first one, then the second ones
+                replica = place // each
                 if self._inner.draws is not False:
                     mx.random.seed(virtual.seed_of(self._first + place), contexts[replica])
                 if not self._inner.is_compiled:  # a graph writes all gradients
@@ -181,15 +183,6 @@ class ShardStatistics:
             means = [one / num_examples for one in root[-len(self._replicas[0].before) :]]
             for own, context in zip(self._replicas, self._contexts):
                 own.move([mean.as_in_context(context) for mean in means])
-
-
-def _in_turns(count: int, per_process: int, num_devices: int) -> Iterator[Tuple[int, int]]:
-    """Yield the place of each shard of this process, and its device: the first one of each device, then the second ones."""
-    each = per_process // num_devices
-    for turn in range(each):
-        for replica in range(num_devices):
-            if replica * each + turn < count:
-                yield replica * each + turn, replica
 
 
 def _detached(_: str, leaf: Any) -> Any:

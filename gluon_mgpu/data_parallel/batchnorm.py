@@ -274,11 +274,8 @@ def _blocks(operation: str, net: Any) -> List[gluon.Block]:
 
 def _check_convertible(block: gluon.Block) -> None:
     kind = type(block)
-    if isinstance(block, SyncBatchNorm):
-        return
-    if isinstance(block, _BatchNorm):
-        if kind.hybrid_forward is _BatchNorm.hybrid_forward and kind.forward is _BatchNorm.forward:
-            return
+    is_plain = isinstance(block, _BatchNorm) and not isinstance(block, SyncBatchNorm)
+    if is_plain and (kind.hybrid_forward, kind.forward) != (_BatchNorm.hybrid_forward, _BatchNorm.forward):
         found, advice = f"{kind.__module__}.{kind.__name__}, which has its own forward computation", "Use nn.BatchNorm."
     elif isinstance(block, gluon.SymbolBlock) and _holds_batch_norm(block):
         found, advice = f"{block.name}, a SymbolBlock with BatchNorm in its graph", "Build it in Gluon, then load_parameters."

@@ -129,13 +129,10 @@ class CompiledPasses(Passes):
             key = (mx.util.is_np_array(), *map(form_of, Xs), *map(form_of, ys))
             if plan is not None and plan.parts is not None:
                 plan.shards = key
-        executors = self._bound.get(key)
-        if executors is None:
-            executors = self._bound[key] = self._bind(Xs, ys)
-            if len(self._bound) > MOST:
-                self._bound.popitem(last=False)
-        else:
-            self._bound.move_to_end(key)
+        executors = self._bound.pop(key, None) or self._bind(Xs, ys)
+        self._bound[key] = executors  # the latest one at the end
+        if len(self._bound) > MOST:
+            self._bound.popitem(last=False)
         outputs, losses, at = [], [], 0
         try:
             for at, executor in enumerate(executors):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import gluon
@@ -71,24 +71,7 @@ def why_not_compiled(net: Any, loss: Any, *, traced_once: bool = False) -> str:
         Whether the caller may be sure that tracing them once is enough. By default, they must be hybridized, which says so:
         Python code that does something else in each call would do the same from then on.
     """
-    if is_mxnet2():
-        return "MXNet 2 has no executors"
-    parts = [("the network", net)] + [("the loss", loss)] * (loss is not None)
-    for what, block in parts:
-        reason = _why_no_graph(what, block)
-        if reason:
-            return reason
-        is_hybridized = getattr(block, "_active", False) or (what == "the loss" and _is_known(block))
-        if not traced_once and not is_hybridized:
-            return f"{what} is not hybridized"
-    for block in [one for _, part in parts for one in blocks_of(part)]:
-        reason = _why_not_alone(block)
-        if reason:
-            return f"{block.name} ({type(block).__name__}) {reason}"
-    for param in net.collect_params().values():
-        if param._stype != "default" or param._grad_stype != "default":
-            return f"{param.name} is sparse, or has sparse gradients"
-    return ""
+    return next(_reasons_against(net, loss, traced_once), "")
 
 
 def inputs_of(net: gluon.Block, X: Any, y: Any = None) -> List[Array]:
@@ -213,27 +196,32 @@ def _arguments(net: Any, X: Any) -> Tuple[Any, ...]:
     return inputs
 
 
-def _why_no_graph(what: str, block: Any) -> str:
-    if hasattr(block, "graph_inputs") or hasattr(block, "graph"):
-        return ""
-    if not isinstance(block, gluon.HybridBlock):
-        return f"{what} is a {type(block).__name__}, not a HybridBlock"
-    if type(block).forward is not gluon.HybridBlock.forward and not isinstance(block, gluon.loss.Loss):
-        return f"{what} has a forward() of its own, in Python"
-    return ""
-
-
-def _why_not_alone(block: gluon.Block) -> str:
-    """Return what of one block needs Python in each call, "" if nothing does."""
-    if block._forward_hooks or block._forward_pre_hooks or getattr(block, "_callback", None):
-        return "has hooks"
-    if isinstance(block, (SyncBatchNorm, GluonSyncBatchNorm)):
-        return "is synchronised over the devices"
-    if "forward" in vars(block):
-        return "has a forward() that was replaced"
-    if getattr(block, "_backend", None):
-        return "is compiled by a backend"
-    return ""
+def _reasons_against(net: Any, loss: Any, traced_once: bool) -> Iterator[str]:
+    if is_mxnet2():
+        yield "MXNet 2 has no executors"
+    parts = [("the network", net)] + [("the loss", loss)] * (loss is not None)
+    for what, block in parts:
+        makes_graph = hasattr(block, "graph_inputs") or hasattr(block, "graph")
+        if not makes_graph and not isinstance(block, gluon.HybridBlock):
+            yield f"{what} is a {type(block).__name__}, not a HybridBlock"
+        has_forward = type(block).forward is not gluon.HybridBlock.forward and not isinstance(block, gluon.loss.Loss)
+        if not makes_graph and has_forward:
+            yield f"{what} has a forward() of its own, in Python"
+        if not (traced_once or getattr(block, "_active", False) or (what == "the loss" and _is_known(block))):
+            yield f"{what} is not hybridized"
+    for block in [one for _, part in parts for one in blocks_of(part)]:  # what of one block needs Python in each call
+        named = f"{block.name} ({type(block).__name__})"
+        if block._forward_hooks or block._forward_pre_hooks or getattr(block, "_callback", None):
+            yield f"{named} has hooks"
+        if isinstance(block, (SyncBatchNorm, GluonSyncBatchNorm)):
+            yield f"{named} is synchronised over the devices"
+        if "forward" in vars(block):
+            yield f"{named} has a forward() that was replaced"
+        if getattr(block, "_backend", None):
+            yield f"{named} is compiled by a backend"
+    for param in net.collect_params().values():
+        if param._stype != "default" or param._grad_stype != "default":
+            yield f"{param.name} is sparse, or has sparse gradients"
 
 
 def _is_known(loss: Any) -> bool:

@@ -147,15 +147,11 @@ class Planner:
     def _plan(self, X: Any, y: Any) -> Plan:
         forms = form_of(X), form_of(y)
         key = (*forms, mx.util.is_np_array(), process_shard())
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._make(X, y)
-            if None not in forms:
-                self._plans[key] = plan
-                if len(self._plans) > MOST:
-                    self._plans.popitem(last=False)
-        else:
-            self._plans.move_to_end(key)
+        plan = self._plans.pop(key, None) or self._make(X, y)
+        if None not in forms:
+            self._plans[key] = plan  # the latest one at the end
+            if len(self._plans) > MOST:
+                self._plans.popitem(last=False)
         return plan
 
     def _make(self, X: Any, y: Any) -> Plan:

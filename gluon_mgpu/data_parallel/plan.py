@@ -21,13 +21,18 @@ from .sharding import Shards, Split, SplitPlan, count_examples, split_batch
 MOST = 64  # plans of a step: the least recently used one leaves
 
 
-def as_split(operation: str, split_f: Any) -> Split:
+def as_split(operation: str, split_f: Any, virtual: int = 0) -> Split:
     """Return how `split_f` divides batches. The axis of a function is the default of its parameter `batch_axis`, otherwise 0.
+
+    Parameters
+    ----------
+    virtual : int
+        So many virtual shards over all devices and processes, which `split_batch` makes; 0 for one on each device.
 
     Raises
     ------
     TrainerError
-        It cannot be called.
+        It cannot be called, or not make virtual shards.
     """
     check_function(operation, "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
     is_ours = (split_f.func if isinstance(split_f, partial) else split_f) is split_batch
@@ -40,9 +45,10 @@ def as_split(operation: str, split_f: Any) -> Split:
             ) from error
         defaults = {}
     axis = defaults.get("batch_axis", 0)
-    if is_ours:
-        return Split(axis, bool(defaults.get("even_split")), defaults.get("weights"))
-    return Split(axis, function=split_f)
+    even_split, weights = bool(defaults.get("even_split")), defaults.get("weights")
+    if virtual and (not is_ours or even_split or weights is not None):
+        raise refusal(operation, "virtual_shards", "a split of your own", f"split_f={split_f!r}")
+    return Split(axis, even_split, weights, virtual) if is_ours else Split(axis, function=split_f)
 
 
 def form_of(data: Any) -> Optional[Hashable]:

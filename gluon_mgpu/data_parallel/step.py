@@ -26,7 +26,7 @@ from .passes import Passes
 from .plan import Plan, Planner, as_split
 from .prepared import Place
 from .sharding import Split, SplitFunction, count_examples, split_batch, split_data
-from .virtual_passes import VirtualPasses, virtual_split
+from .virtual_passes import VirtualPasses
 
 MOST_IN_FLIGHT = 24  # batches
 
@@ -211,15 +211,14 @@ class TrainStep:
         instance(operation, "trainer", trainer, Trainer, "a gluon_mgpu.Trainer", advice="Pass Trainer(net, 'sgd').")
         check_network(operation, net)
         check_function(operation, "loss", loss, advice="Pass a loss of gluon.loss, such as SoftmaxCrossEntropyLoss().")
-        split = as_split(operation, split_f)
         flag(operation, "ignore_stale_grad", ignore_stale_grad)
         self._asked = (net, loss, split_f, ignore_stale_grad, micro_steps, trainer.virtual_shards)
         micro_steps = whole_number(operation, "micro_steps", micro_steps, advice="1 is one batch.")
         self.passes = make_passes(operation, net, loss, compiled, trainer=trainer, kept=trainer.kept)
-        if trainer.virtual_shards is not None:
-            num_shards = trainer.virtual_shards * micro_steps
-            split = virtual_split(split, num_shards, operation)
-            self.passes, micro_steps = VirtualPasses(self.passes, net, loss, num_shards, trainer, micro_steps), 1
+        num_virtual = (trainer.virtual_shards or 0) * micro_steps
+        split = as_split(operation, split_f, num_virtual)
+        if num_virtual:
+            self.passes, micro_steps = VirtualPasses(self.passes, num_virtual, trainer, micro_steps), 1
         self._trainer: Trainer = trainer
         self._operation, self._net = operation, net
         self._ignore_stale_grad, self._micro_steps = ignore_stale_grad, micro_steps
@@ -349,15 +348,13 @@ def eval_batch(
     check_network("eval_batch", net)
     check_contexts(devices, "eval_batch")
     passes = make_passes("eval_batch", net, loss, "off")
-    return EvalStep("eval_batch", net, loss, devices, as_split("eval_batch", split_f), passes)(X, y)
+    return EvalStep("eval_batch", loss, devices, as_split("eval_batch", split_f), passes)(X, y)
 
 
 class EvalStep:
     """What `eval_batch` does with each batch."""
 
-    def __init__(
-        self, operation: str, net: gluon.Block, loss: Any, devices: Sequence[Context], split: Split, passes: Passes
-    ) -> None:
+    def __init__(self, operation: str, loss: Any, devices: Sequence[Context], split: Split, passes: Passes) -> None:
         if loss is not None:
             check_function(operation, "loss", loss, advice="Pass a loss of gluon.loss, or None.")
         self.places: List[Place] = []  # the shards of the latest batch, if its plan tells

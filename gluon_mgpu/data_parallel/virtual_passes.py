@@ -8,7 +8,6 @@ batch ─► 8 virtual shards ─► cpu(0): 0, 1, 2, 3    each: seed, forward, 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, List, Optional, Sequence, Tuple
 
 import mxnet as mx
@@ -23,29 +22,6 @@ from ..trainer.slab import Slab, zero
 from ..trainer.trainer import Trainer
 from .batchnorm import is_synchronised
 from .passes import Passes
-from .sharding import Split
-
-
-def virtual_split(split: Split, num_shards: int, operation: str) -> Split:
-    """Return a split that cuts batches into virtual shards, and returns those of this process on its devices.
-
-    Parameters
-    ----------
-    split : Split
-        `split_batch`, with a `batch_axis` or without.
-    num_shards : int
-        Over all processes; with several micro-steps, parts of virtual shards.
-    operation : str
-        The caller's name, for errors.
-
-    Raises
-    ------
-    TrainerError
-        It splits in another way.
-    """
-    if split.function is not None or split.weights is not None or split.even_split:
-        raise refusal(operation, "virtual_shards", "a split of your own", f"split_f={split.function or split!r}")
-    return replace(split, virtual=num_shards)
 
 
 class VirtualPasses(Passes):
@@ -56,7 +32,7 @@ class VirtualPasses(Passes):
     inner : Passes
         Those of one shard.
     num_shards : int
-        As of `virtual_split`.
+        Over all processes; with several micro-steps, parts of virtual shards.
     trainer : Trainer, optional
         Given, the forward passes also queue the backward passes.
     parts : int
@@ -65,13 +41,11 @@ class VirtualPasses(Passes):
 
     notes_examples = True  # moves the statistics itself
 
-    def __init__(
-        self, inner: Passes, net: gluon.Block, loss: Any, num_shards: int, trainer: Optional[Trainer] = None, parts: int = 1
-    ) -> None:
-        super().__init__(net, loss, trains=trainer is not None)
+    def __init__(self, inner: Passes, num_shards: int, trainer: Optional[Trainer] = None, parts: int = 1) -> None:
+        super().__init__(inner._net, inner._loss, trains=trainer is not None)
         self._inner, self._num_shards, self._trainer, self._parts = inner, num_shards, trainer, parts
         self._statistics: Optional[ShardStatistics] = None
-        if is_synchronised(net):
+        if is_synchronised(self._net):
             raise refusal("train_batch", "virtual_shards", "synchronised BatchNorm")
 
     def shard_numbers(self, count: int) -> Optional[List[int]]:
@@ -122,7 +96,8 @@ class VirtualPasses(Passes):
                             zero(buffer.gradients[replica])
                 (output,), (loss,) = self._inner.forward(operation, [Xs[place]], [ys[place]])
                 self._inner.backward(trainer, [loss])
-                outputs[place], losses[place] = map_leaves(_detached, output), loss.detach()
+                outputs[place] = map_leaves(lambda _, leaf: leaf.detach() if is_device_array(leaf) else leaf, output)
+                losses[place] = loss.detach()
                 moved = statistics.take(replica, loss.shape[0] if loss.shape else 1)
                 tree.add(self._first + place, replica, gradients[replica] + moved)
         if len(Xs) > len(contexts):
@@ -183,7 +158,3 @@ class ShardStatistics:
             means = [one / num_examples for one in root[-len(self._replicas[0].before) :]]
             for own, context in zip(self._replicas, self._contexts):
                 own.move([mean.as_in_context(context) for mean in means])
-
-
-def _detached(_: str, leaf: Any) -> Any:
-    return leaf.detach() if is_device_array(leaf) else leaf

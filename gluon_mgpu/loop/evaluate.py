@@ -12,7 +12,7 @@ from ..data_parallel.passes import Passes
 from ..data_parallel.plan import as_split
 from ..data_parallel.sharding import SplitFunction, split_batch
 from ..data_parallel.step import EvalStep, check_network
-from ..data_parallel.virtual_passes import VirtualPasses, virtual_split
+from ..data_parallel.virtual_passes import VirtualPasses
 from ..trainer.parameters import average_replicas, devices_of
 from ..trainer.tree_sum import VirtualShards
 from .batch_loop import BatchLoop, EpochOptions, EpochProgress
@@ -111,12 +111,11 @@ def run_evaluation(
     virtual_shards: Optional[int] = None,
 ) -> EpochProgress:
     """Evaluate a network. `evaluate` calls it with these options, `fit` with its own, which can stop it."""
-    split = as_split("evaluate", split_f)
+    split = as_split("evaluate", split_f, virtual_shards or 0)
     check_iterable("evaluate", "data_iter", data_iter, reader="evaluate")
     devices = devices_of(net)
     average_replicas(net)
     if virtual_shards is not None:
-        split = virtual_split(split, virtual_shards, "evaluate")
-        passes = VirtualPasses(passes, net, loss, virtual_shards)
-    step = EvalStep("evaluate", net, loss, devices, split, passes)
+        passes = VirtualPasses(passes, virtual_shards)
+    step = EvalStep("evaluate", loss, devices, split, passes)
     return BatchLoop(step, DeviceSums(metrics, num_shards=virtual_shards), options).run(data_iter)

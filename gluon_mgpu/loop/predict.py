@@ -143,7 +143,7 @@ def predict_batches(
     check_iterable("predict", "data_iter", data_iter, pairs=False)
     devices = devices_of(net, "predict")
     passes = make_passes("predict", net, None, compiled)
-    step = EvalStep("predict", net, None, devices, Split((batch_axis, 0)), passes)
+    step = EvalStep("predict", None, devices, Split((batch_axis, 0)), passes)
     return _run(net, step, data_iter, pairs=pairs, output_axis=_output_axis(batch_axis, output_axis), max_inflight=max_inflight)
 
 

@@ -20,8 +20,6 @@ from ..runtime.mxnet2 import require_mxnet1
 from ..trainer.parameters import blocks_of, spans_devices
 from .lockstep import defer, exchange, is_in_lockstep, run_in_lockstep
 
-BATCH_NORMS = ("local", "sync")  # statistics of each shard, or of the complete batch
-
 
 class SyncBatchNorm(_BatchNorm):
     """A BatchNorm that trains with the mean and variance of the complete batch, over all its shards.
@@ -121,7 +119,7 @@ def set_batch_norm(net: gluon.Block, bn: str) -> gluon.Block:
     >>> type(net).__name__
     'SyncBatchNorm'
     """
-    one_of("set_batch_norm", "bn", bn, BATCH_NORMS, advice="'local' is usual; 'sync' equals one device.")
+    one_of("set_batch_norm", "bn", bn, ("local", "sync"), advice="'local' is usual; 'sync' equals one device.")
     (convert_sync_batchnorm if bn == "sync" else revert_sync_batchnorm)(net)
     return net
 

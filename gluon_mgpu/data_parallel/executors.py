@@ -16,6 +16,10 @@ from .graph import Graph
 from .prepared import Copy, can_create, creation
 
 _FORWARD, _BACKWARD = _LIB.MXExecutorForward, _LIB.MXExecutorBackwardEx
+_BULK_SIZES = {  # options of `hybridize`, and what MXNet reads in the environment when it binds a graph
+    "forward_bulk_size": "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_FWD",
+    "backward_bulk_size": "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_BWD",
+}
 
 
 class Executor:
@@ -61,7 +65,10 @@ class Executor:
             aux_states={name: by_name[name] for name in symbol.list_auxiliary_states()},
             shared_exec=None if shared is None else shared._bound,
         )
-        with environment_with(_settings(graph.bulk_sizes)):
+        # MXNet would join convolutions with the layers after them in graphs that predict: in other roundings than Gluon's
+        settings = {"MXNET_SUBGRAPH_BACKEND": "default", "MXNET_SUBGRAPH_VERBOSE": "0"}  # the default backend changes nothing
+        settings.update((_BULK_SIZES[name], str(size)) for name, size in graph.bulk_sizes.items() if name in _BULK_SIZES)
+        with environment_with(settings):
             self._bound: Any = bind() if graph.draws else in_own_thread(context, bind)
         self._handle, self._trains = self._bound.handle, ctypes.c_int(int(trains))
         self._used = [(i, one.handle) for i, (name, one) in enumerate(zip(graph.inputs, own)) if name in arguments]
@@ -106,23 +113,3 @@ class Executor:
             self._scale = scale
         if _BACKWARD(self._handle, 1, self._heads, 1):
             check_call(-1)
-
-
-def _settings(bulk_sizes: Dict[str, Any]) -> Dict[str, str]:
-    """Return what MXNet reads in the environment when it binds a graph.
-
-    MXNet would join convolutions with the layers after them in graphs that predict: in other roundings than Gluon's.
-
-    Parameters
-    ----------
-    bulk_sizes : dict
-        Options of `hybridize`: how many operators become one operation of the engine.
-    """
-    wanted = {"MXNET_SUBGRAPH_BACKEND": "default", "MXNET_SUBGRAPH_VERBOSE": "0"}  # the default backend changes nothing
-    return {**wanted, **{_BULK_SIZES[name]: str(size) for name, size in bulk_sizes.items() if name in _BULK_SIZES}}
-
-
-_BULK_SIZES = {
-    "forward_bulk_size": "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_FWD",
-    "backward_bulk_size": "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_BWD",
-}

@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 import numpy as np
 from mxnet import Context, autograd, gluon
 
-from ..checks import flag, short
+from ..checks import check_function, flag, short
 from ..devices.select import check_contexts
 from ..errors import ShardError, TrainerError
 from ..nested import is_device_array
@@ -28,8 +28,7 @@ class _Parallel:
         self, module: Any, ctx_list: Optional[Sequence[Context]] = None, sync: bool = False, *, batch_axis: int = 0
     ) -> None:
         self._name = type(self).__name__
-        if not callable(module):
-            raise TrainerError(f"{self._name}: got {type(module).__name__}; expected a Block or a function. Pass it itself.")
+        check_function(self._name, "module", module, advice="Pass a Block, or a function, itself.")
         if ctx_list is not None:
             check_contexts(ctx_list, self._name)
         self.module, self.ctx_list, self.sync = module, ctx_list, flag(self._name, "sync", sync)
@@ -223,9 +222,8 @@ class DataParallelCriterion(_Parallel):
 def _move(module: Any, contexts: List[Context]) -> None:
     """Move a network's parameters to these devices if they are on others."""
     params = module.collect_params()
-    if not list(params):
-        return
-    check_initialised("DataParallelModel", params)
+    if list(params):
+        check_initialised("DataParallelModel", params)
     if all(param.list_ctx() == contexts for param in params.values()):
         return
     params.reset_ctx(contexts)

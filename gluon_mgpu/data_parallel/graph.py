@@ -207,7 +207,8 @@ def _reasons_against(net: Any, loss: Any, traced_once: bool) -> Iterator[str]:
         has_forward = type(block).forward is not gluon.HybridBlock.forward and not isinstance(block, gluon.loss.Loss)
         if not makes_graph and has_forward:
             yield f"{what} has a forward() of its own, in Python"
-        if not (traced_once or getattr(block, "_active", False) or (what == "the loss" and _is_known(block))):
+        is_known = what == "the loss" and (hasattr(block, "graph") or type(block).__module__ == gluon.loss.__name__)
+        if not (traced_once or getattr(block, "_active", False) or is_known):
             yield f"{what} is not hybridized"
     for block in [one for _, part in parts for one in blocks_of(part)]:  # what of one block needs Python in each call
         named = f"{block.name} ({type(block).__name__})"
@@ -222,8 +223,3 @@ def _reasons_against(net: Any, loss: Any, traced_once: bool) -> Iterator[str]:
     for param in net.collect_params().values():
         if param._stype != "default" or param._grad_stype != "default":
             yield f"{param.name} is sparse, or has sparse gradients"
-
-
-def _is_known(loss: Any) -> bool:
-    """Return whether tracing a loss once is certainly enough: one of Gluon's, or of this package."""
-    return hasattr(loss, "graph") or type(loss).__module__ == gluon.loss.__name__

@@ -128,7 +128,7 @@ class ShardStatistics:
         self._params = running_stats(net)
         self._data = [param._data for param in self._params]
         slabs = statistics_slabs(self._params)
-        self._replicas = [StatsOfParts(slabs, context) for context in contexts] if slabs else []
+        self._replicas = [StatsOfParts(slabs, context) for context in contexts]
         self._written = written_with(slabs, buffers)
 
     def is_of(self, buffers: List[Slab]) -> bool:
@@ -142,19 +142,18 @@ class ShardStatistics:
 
     def take(self, replica: int, num_examples: int) -> List[Array]:
         """Return how far a shard has moved the statistics of its device, times its examples; move them back."""
-        if not self._replicas:
-            return []
         with autograd.pause():
-            self._written[self._contexts[replica]].push()
+            if self._written:  # the network has statistics
+                self._written[self._contexts[replica]].push()
             return self._replicas[replica].take(num_examples)
 
     def like(self, gradients: List[Array]) -> List[Array]:
         """Return arrays of the shapes that a shard adds to the tree."""
-        return gradients + [before for own in self._replicas[:1] for before in own.before]
+        return gradients + self._replicas[0].before
 
     def move(self, root: List[Array], num_examples: int) -> None:
         """Move the statistics of all devices by the mean over the examples of all shards."""
-        if self._replicas and num_examples:
-            means = [one / num_examples for one in root[-len(self._replicas[0].before) :]]
+        if num_examples:
+            means = [one / num_examples for one in root[len(root) - len(self._replicas[0].before) :]]
             for own, context in zip(self._replicas, self._contexts):
                 own.move([mean.as_in_context(context) for mean in means])

@@ -412,3 +412,20 @@ def test_another_way_to_split_is_refused(monkeypatch):
     devices = mgpu.devices.resolve_devices("cpu*1")
     with pytest.raises(mgpu.errors.TrainerError, match="split_batch"):
         mgpu.eval_batch(gluon.nn.Dense(1), np.zeros((2, 1)), np.zeros(2), devices, split_f=lambda X, y, ctx: ([X], [y]))
+
+
+def test_the_units_of_micro_steps_are_those_of_their_losses(monkeypatch):
+    """They were those of the first half of the batch, of which the first process had only a part in its micro-steps."""
+    for module in ("plan", "sharding"):
+        monkeypatch.setattr(f"gluon_mgpu.data_parallel.{module}.process_shard", lambda: (0, 2))
+
+    class Masked(gluon.loss.L2Loss):
+        def num_units(self, y):
+            return int(np.count_nonzero(y))
+
+    net = gluon.nn.Dense(1, in_units=2)
+    net.initialize()
+    trainer = mgpu.Trainer(net, "sgd")
+    batch = mgpu.train_batch(net, Masked(), trainer, np.ones((8, 2)), np.float32([1, 1, 0, 0, 1, 1, 0, 0]), micro_steps=2)
+    assert [label.asnumpy().tolist() for label in batch.labels] == [[1, 1], [1, 1]]
+    assert batch.num_units == 4

@@ -124,6 +124,8 @@ class CompiledPasses(Passes):
         self._queued = []
 
     def _run_graphs(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any) -> Tuple[List[Any], List[Array]]:
+        if self._loss is None:
+            ys = [None] * len(Xs)
         key = None if plan is None else plan.shards
         if key is None:
             key = (mx.util.is_np_array(), *map(form_of, Xs), *map(form_of, ys))
@@ -136,8 +138,8 @@ class CompiledPasses(Passes):
         outputs, losses, at = [], [], 0
         try:
             for at, executor in enumerate(executors):
-                graph, y = executor.graph, None if self._loss is None else ys[at]
-                heads = executor.forward((Xs[at], y) if graph.is_plain else inputs_of(self._net, Xs[at], y))
+                graph, X, y = executor.graph, Xs[at], ys[at]
+                heads = executor.forward((X, y) if graph.is_plain else inputs_of(self._net, X, y))
                 if self._loss is not None:
                     losses.append(heads.pop(0))
                 outputs.append(heads[0] if graph.is_plain else graph.outputs(heads))
@@ -149,12 +151,9 @@ class CompiledPasses(Passes):
 
     def _bind(self, Xs: Sequence[Any], ys: Sequence[Any]) -> List[Executor]:
         """Return an executor for each shard."""
-        shards = []
-        for at, X in enumerate(Xs):
-            y = None if self._loss is None else ys[at]
-            shards.append((self._graph(X, y), inputs_of(self._net, X, y)))
+        shards = [(self._graph(X, y), inputs_of(self._net, X, y)) for X, y in zip(Xs, ys)]
         contexts = [inputs[0].context for _, inputs in shards]
-        if len({(context.device_typeid, context.device_id) for context in contexts}) < len(contexts):
+        if len(set(contexts)) < len(contexts):
             raise NotCompilableError(f"several shards are on one device: {contexts}")
         if self._mode == "auto" and any(_gains_nothing(graph, inputs[0].context) for graph, inputs in shards):
             raise NotCompilableError("its recurrent operators would run one after the other, and keep memory in each graph")

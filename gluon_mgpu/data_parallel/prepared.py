@@ -87,7 +87,7 @@ class Slices:
             return False
         if isinstance(array, np.ndarray):
             return all(context.device_type == "cpu" for _, _, context in places)
-        return type(array) in (mx.nd.NDArray, mx.np.ndarray) and np.dtype(array.dtype) == np.dtype(dtype)
+        return type(array) in (mx.nd.NDArray, mx.np.ndarray)
 
     def _of_host(self, array: np.ndarray) -> List[Array]:
         parts, memory = [], ctypes.c_void_p()

@@ -76,11 +76,11 @@ class Passes:
             outputs = run_shards(
                 self._net, [partial(call, operation, "network", *shard, self._net, shard[1]) for shard in shards]
             )
-            losses: List[Array] = []
-            if self._loss is not None:
-                for output, shard in zip(outputs, shards):
-                    losses.append(call(operation, "loss", *shard, self._loss, output, shard[2]))
-        return outputs, losses
+            if self._loss is None:
+                return outputs, []
+            return outputs, [
+                call(operation, "loss", *shard, self._loss, output, shard[2]) for output, shard in zip(outputs, shards)
+            ]
 
     def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
         """Compute the gradients of the losses that the latest forward pass has returned, in one pass over all devices."""

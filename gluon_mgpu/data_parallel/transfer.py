@@ -8,7 +8,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import Context
 
-from ..checks import explaining, short
+from ..checks import explaining, instance, short
 from ..errors import DeviceError
 from ..nested import Array, is_device_array, map_leaves
 
@@ -73,10 +73,8 @@ def as_in_context(data: Any, ctx: Context) -> Any:
 
     Source: the semantics are MXNet's; d2l, chapter "GPUs", section "Copying".
     """
-    if not isinstance(ctx, Context):
-        raise DeviceError(
-            f"as_in_context: got {short(ctx)} for the context; expected an mxnet.Context. Pass mx.cpu(0) or mx.gpu(0)."
-        )
+    advice = "Pass mx.cpu(0) or mx.gpu(0)."
+    instance("as_in_context", "ctx", ctx, Context, "an mxnet.Context", advice=advice, error=DeviceError)
     with _explaining("as_in_context", ctx):
         return map_leaves(lambda _, leaf: on_device(leaf, ctx), data)
 

@@ -51,8 +51,10 @@ class Copy:
         )
 
 
-class Slices:
-    """Parts along axis 0 of arrays of one form, each on its device. A part that is there already is a view.
+def slicer(array: Array, places: Sequence[Place], dtype: Any) -> Optional[Callable[[Any], List[Array]]]:
+    """Return a function that returns parts along axis 0 of arrays like this one, each on its device; None where that cannot be.
+
+    It does not wait for devices. A part that is on its device already is a view.
 
     Parameters
     ----------
@@ -61,63 +63,51 @@ class Slices:
     places : list of (int, int, Context)
     dtype : numpy.dtype
         Of the parts. That of MXNet's arrays stays.
-
-    Attributes
-    ----------
-    parts : callable (array) -> list of NDArray
-        Returns the parts of an array of this form. It does not wait for devices.
     """
+    is_host, kind = isinstance(array, np.ndarray), type(array)
+    if is_host:
+        kind = mx.np.ndarray if mx.util.is_np_array() else mx.nd.NDArray
+    is_near = not is_host or all(context.device_type == "cpu" for _, _, context in places)
+    if not is_near or kind not in (mx.nd.NDArray, mx.np.ndarray) or not can_create(array.shape, dtype):
+        return None
+    prepared = []
+    for begin, end, context in places:
+        is_whole, is_there = (begin, end) == (0, len(array)), not is_host and array.context == context
+        create = creation((end - begin, *array.shape[1:]), context, dtype, delayed=not is_host)
+        prepared.append((begin, end, is_whole, is_there, create))
+    return partial(_of_host, prepared, kind, np.dtype(dtype)) if is_host else partial(_of_device, prepared, kind, Copy())
 
-    def __init__(self, array: Array, places: Sequence[Place], dtype: Any) -> None:
-        is_host = isinstance(array, np.ndarray)
-        self.parts = self._of_host if is_host else self._of_device
-        self._places, self._dtype, self._copy = [], np.dtype(dtype), Copy()
-        self._kind = type(array)
-        if is_host:
-            self._kind = mx.np.ndarray if mx.util.is_np_array() else mx.nd.NDArray
-        for begin, end, context in places:
-            is_whole, is_there = (begin, end) == (0, len(array)), not is_host and array.context == context
-            create = creation((end - begin, *array.shape[1:]), context, dtype, delayed=not is_host)
-            self._places.append((begin, end, is_whole, is_there, create))
 
-    @staticmethod
-    def can(array: Array, places: Sequence[Place], dtype: Any) -> bool:
-        """Return whether such arrays can be sliced like this."""
-        if not can_create(array.shape, dtype):
-            return False
-        if isinstance(array, np.ndarray):
-            return all(context.device_type == "cpu" for _, _, context in places)
-        return type(array) in (mx.nd.NDArray, mx.np.ndarray)
+def _of_host(places: List[Any], kind: Any, dtype: np.dtype, array: np.ndarray) -> List[Array]:
+    parts, memory = [], ctypes.c_void_p()
+    for begin, end, _, _, create in places:
+        part = np.ascontiguousarray(array[begin:end], dtype)
+        handle = NDArrayHandle()
+        # the memory is new: no operation uses it
+        if create(ctypes.byref(handle)) or _MEMORY(handle, ctypes.byref(memory)):
+            check_call(-1)
+        ctypes.memmove(memory, part.__array_interface__["data"][0], part.nbytes)
+        parts.append(kind(handle))
+    return parts
 
-    def _of_host(self, array: np.ndarray) -> List[Array]:
-        parts, memory = [], ctypes.c_void_p()
-        for begin, end, _, _, create in self._places:
-            part = np.ascontiguousarray(array[begin:end], self._dtype)
-            handle = NDArrayHandle()
-            # the memory is new: no operation uses it
-            if create(ctypes.byref(handle)) or _MEMORY(handle, ctypes.byref(memory)):
-                check_call(-1)
-            ctypes.memmove(memory, part.__array_interface__["data"][0], part.nbytes)
-            parts.append(self._kind(handle))
-        return parts
 
-    def _of_device(self, array: Array) -> List[Array]:
-        parts, copy, status = [], self._copy, 0
-        for begin, end, is_whole, is_there, create in self._places:
-            if is_whole and is_there:
-                parts.append(array)
-                continue
-            part, handle = NDArrayHandle(), NDArrayHandle()
-            status |= _SLICE(array.handle, begin, end, ctypes.byref(part))
-            if is_there:
-                parts.append(self._kind(part))
-                continue
-            status |= create(ctypes.byref(handle))
-            copy.source[0], copy.target[0] = part, handle
-            status |= copy.queue() | _FREE(part)
-            parts.append(self._kind(handle))
-        check_call(status)
-        return parts
+def _of_device(places: List[Any], kind: Any, copy: Copy, array: Array) -> List[Array]:
+    parts, status = [], 0
+    for begin, end, is_whole, is_there, create in places:
+        if is_whole and is_there:
+            parts.append(array)
+            continue
+        part, handle = NDArrayHandle(), NDArrayHandle()
+        status |= _SLICE(array.handle, begin, end, ctypes.byref(part))
+        if is_there:
+            parts.append(kind(part))
+            continue
+        status |= create(ctypes.byref(handle))
+        copy.source[0], copy.target[0] = part, handle
+        status |= copy.queue() | _FREE(part)
+        parts.append(kind(handle))
+    check_call(status)
+    return parts
 
 
 def new_array_at_once(data: np.ndarray, ctx: Context, dtype: np.dtype) -> Array:

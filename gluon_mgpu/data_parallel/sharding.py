@@ -17,7 +17,7 @@ from ..distributed import process_shard
 from ..errors import ShardError
 from ..nested import Array, Fields, host_array, is_device_array, leaves, map_leaves
 from ..trainer.gradients import note_split
-from .prepared import Place, Slices, new_array_at_once
+from .prepared import Place, new_array_at_once, slicer
 from .transfer import new_array, on_device
 
 # A dtype of NumPy's that MXNet lacks becomes the next larger one; float64, which networks do not take, becomes float32.
@@ -338,8 +338,9 @@ def _loads(
     is_array = isinstance(leaf, (np.ndarray, mx.nd.NDArray))
     if is_prepared and is_array and not (split.virtual and is_device_array(leaf)) and axis % len(leaf.shape) == 0:
         wanted = leaf.dtype if is_device_array(leaf) else _MXNET_DTYPES.get(leaf.dtype.name, leaf.dtype)
-        if Slices.can(leaf, places, wanted):
-            return Slices(leaf, places, wanted).parts
+        prepared = slicer(leaf, places, wanted)
+        if prepared is not None:
+            return prepared
 
     make = new_array_at_once if is_prepared else new_array
 

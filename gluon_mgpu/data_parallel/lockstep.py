@@ -20,14 +20,12 @@ class Exchange:
 
     Attributes
     ----------
-    place : object
     values : list
         In the order of the tasks.
     result : object
         Set by the first task that continues, for the others.
     """
 
-    place: Any
     values: List[Any]
     result: Any = None
 
@@ -96,7 +94,7 @@ def exchange(place: Any, value: Any) -> Exchange:
         Other tasks have ended or wait at another place.
     """
     if not is_in_lockstep():
-        return Exchange(place, [value])
+        return Exchange([value])
     return require("greenlet", "sync", "train_batch").getcurrent().parent.switch((place, value))
 
 
@@ -127,7 +125,7 @@ def _joint_exchange(found: Sequence[Optional[Tuple[Any, Any]]]) -> Optional[Exch
             f"train_batch: got shards that are at {names}; expected all at one layer, to compute the statistics of the batch. "
             "Send every shard through the same layers, or call revert_sync_batchnorm(net)."
         )
-    return Exchange(places[0], [one[1] for one in found if one])
+    return Exchange([one[1] for one in found if one])
 
 
 State = Tuple[bool, bool, mx.Context]

@@ -59,17 +59,10 @@ class VirtualPasses(Passes):
 
     def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any = None) -> Tuple[List[Any], List[Array]]:
         """Queue the passes of all virtual shards, with a trainer also their backward passes. Return outputs and losses."""
-        if self._trainer is not None:
-            return self._train(self._trainer, operation, Xs, ys, plan.num_examples)
-        found = [self._inner.forward(operation, [X], [y]) for X, y in zip(Xs, ys)]
-        return [output for (output,), _ in found], [loss for _, losses in found for loss in losses]
-
-    def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
-        """Do nothing: the forward passes have queued the backward passes."""
-
-    def _train(
-        self, trainer: Trainer, operation: str, Xs: Sequence[Any], ys: Sequence[Any], num_examples: int
-    ) -> Tuple[List[Any], List[Array]]:
+        trainer = self._trainer
+        if trainer is None:
+            found = [self._inner.forward(operation, [X], [y]) for X, y in zip(Xs, ys)]
+            return [output for (output,), _ in found], [loss for _, losses in found for loss in losses]
         outputs: List[Any] = [None] * len(Xs)
         losses: List[Any] = [None] * len(Xs)
         tree, contexts = trainer.tree, trainer.contexts
@@ -103,13 +96,16 @@ class VirtualPasses(Passes):
         if len(Xs) > len(contexts):
             note_parts(trainer.gradients)
         with autograd.pause():
-            num_leaves = min(self._num_shards, num_examples)
+            num_leaves = min(self._num_shards, plan.num_examples)
             root = tree.finish(num_leaves, self._num_shards, statistics.like(gradients[0]))
-            statistics.move(root, num_examples)
+            statistics.move(root, plan.num_examples)
         if self._inner.draws is not False:  # what a program draws after the batch does not depend on the devices
             mx.random.seed(virtual.seed_of(self._num_shards))
         virtual.batches += 1
         return outputs, losses
+
+    def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
+        """Do nothing: the forward passes have queued the backward passes."""
 
 
 class ShardStatistics:

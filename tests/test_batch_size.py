@@ -17,7 +17,6 @@ from gluon_mgpu.tuning.batch_size_search import (
     BatchSizes,
     NoMemoryError,
     Probe,
-    Question,
     _answer,
     _raise_end,
     ask,
@@ -38,7 +37,7 @@ HERE = "tests.batch_size_workloads"
 
 
 def failing(how, **options):
-    return ask(Question(f"{HERE}:{how}", "cpu", 4), **options)
+    return ask(f"{HERE}:{how}", "cpu", 4, **options)
 
 
 def running(*words):
@@ -61,9 +60,9 @@ def fake(monkeypatch):
     def use(fits, devices=("cpu(0)",), room=1000, used=10):
         asked = []
 
-        def answer(question, *, limit_bytes=0, timeout_s):
-            asked.append((question.batch_size, limit_bytes))
-            found = fits(question.batch_size) if question.batch_size else used
+        def answer(workload, devices_, batch_size=0, *, limit_bytes=0, timeout_s):
+            asked.append((batch_size, limit_bytes))
+            found = fits(batch_size) if batch_size else used
             return {"devices": list(devices), "room_bytes": room, "memory_bytes": found, "examples_per_s": [1.0, 2.0, 3.0]}
 
         monkeypatch.setattr("gluon_mgpu.tuning.batch_size_search.ask", answer)
@@ -160,7 +159,7 @@ def test_another_failure_is_told_as_what_it_is():
 )
 def test_how_a_process_ends_tells_why(code, log, kind, told):
     with pytest.raises(kind) as caught:
-        _raise_end(code, log, Question("a:b", "cpu", 4), 7)
+        _raise_end(code, log, "a:b with a batch of 4", 7)
     assert told in str(caught.value)
     if kind is NoMemoryError:
         assert caught.value.peak_bytes == 7
@@ -257,7 +256,7 @@ def test_an_answer_holds_rounds_memory_and_devices(monkeypatch):
     """As a probe's process gives it; a question of no batch only asks for devices and memory."""
     monkeypatch.setattr("gluon_mgpu.tuning.batch_size_search._ROUND_S", 0)
     for batch_size, rounds in ((4, 5), (0, 0)):
-        answer = _answer(Question(f"{HERE}:small_mlp", "cpu*2", batch_size))
+        answer = _answer(f"{HERE}:small_mlp", "cpu*2", batch_size)
         assert len(answer["examples_per_s"]) == rounds and all(rate > 0 for rate in answer["examples_per_s"])
         assert answer["memory_bytes"] > 2**24 and 2**20 < answer["room_bytes"] < 2**50
         assert answer["devices"] == ["cpu(0)", "cpu(1)"]

@@ -13,7 +13,8 @@ import tempfile
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Callable, Dict, List, NoReturn, Sequence, Tuple, Union
@@ -26,6 +27,7 @@ from ..checks import real_number, whole_number
 from ..devices.select import use_devices
 from ..errors import StepError, TrainerError, last_line
 from ..models import resnet18
+from ..runtime.openmp_threads import read_lines
 from ..runtime.units import format_bytes
 from ..trainer.trainer import Trainer
 from .workload import Workload, load_workload, reference_of, step_of
@@ -42,6 +44,7 @@ _WARM_UP_STEPS = 3  # the first makes the graph and the gradients, the second th
 _NUM_ROUNDS = 5
 _ROUND_S = 0.2
 _QUEUED = 2  # steps, as fit's max_inflight: a longer queue would hold more batches in memory than training does
+_MOST = 2**63 - 1
 _LEFT = 0.9  # of the free memory: the rest is left to other processes
 _HINT = "The cause is not a lack of memory: run the step alone."
 
@@ -59,18 +62,6 @@ class NoMemoryError(MemoryError):
     def __init__(self, reason: str, seen_bytes: int) -> None:
         super().__init__(reason)
         self.peak_bytes = seen_bytes
-
-
-@dataclass(frozen=True)
-class Question:
-    """The request to a probe's process, sent as JSON; a batch size of 0 only checks that the devices and the workload exist."""
-
-    workload: str
-    devices: str
-    batch_size: int = 0
-
-    def __str__(self) -> str:
-        return self.workload + (f" with a batch of {self.batch_size}" if self.batch_size else "")
 
 
 @dataclass(frozen=True)
@@ -187,31 +178,27 @@ def find_batch_size(
     >>> found.recommended  # doctest: +SKIP
     64
     """
-    spec = "auto" if devices is None else str(devices)
-    question = Question(reference_of("find_batch_size", workload), spec)
-    for name, number, low in (
-        ("first", first, 1),
-        ("max_batch_size", max_batch_size, 1),
-        ("memory_limit_bytes", memory_limit_bytes, 0),
-    ):
-        whole_number("find_batch_size", name, number, low=low, high=2**63 - 1, advice="Pass an int.")
+    reference, spec = reference_of("find_batch_size", workload), "auto" if devices is None else str(devices)
+    whole_number("find_batch_size", "first", first, high=_MOST, advice="Pass an int.")
+    whole_number("find_batch_size", "max_batch_size", max_batch_size, high=_MOST, advice="Pass an int.")
+    whole_number("find_batch_size", "memory_limit_bytes", memory_limit_bytes, low=0, high=_MOST, advice="Pass an int.")
     real_number("find_batch_size", "timeout_s", timeout_s, above=True, advice="300 seconds are usual.")
     if INSIDE in os.environ:
         raise TrainerError(
             "find_batch_size: got a call from a probe, which imports the workload's file; expected the call below "
             'if __name__ == "__main__":. Move it there, or move the workload into a separate file.'
         )
-    there = ask(question, timeout_s=timeout_s)
+    ask_here = partial(ask, reference, spec, timeout_s=timeout_s)
+    there = ask_here()
     unit = len(there["devices"])
-    if max_batch_size < unit:
-        raise TrainerError(
-            f"find_batch_size: got max_batch_size={max_batch_size}; expected {unit} or more, one for each device. Raise it."
-        )
+    whole_number(
+        "find_batch_size", "max_batch_size", max_batch_size, low=unit, high=_MOST, advice="Each device takes an example."
+    )
     limit = memory_limit_bytes or there["room_bytes"]
     probes: List[Probe] = []
 
     def fits(batch_size: int) -> bool:
-        probes.append(_probe(replace(question, batch_size=batch_size), there, limit, timeout_s))
+        probes.append(_probe(ask_here, batch_size, there["devices"], limit))
         on_result(result())
         return probes[-1].fits
 
@@ -272,27 +259,31 @@ def resnet18_workload(batch_size: int, ctx: Sequence[Context]) -> Tuple[Any, ...
     return net, gluon.loss.SoftmaxCrossEntropyLoss(), Trainer(net, "sgd", {"learning_rate": 0.01}), X, y
 
 
-def _probe(question: Question, there: Dict[str, Any], limit_bytes: int, timeout_s: float) -> Probe:
-    on_gpus = any(device.startswith("gpu") for device in there["devices"])
+def _probe(ask_here: Callable[..., Dict[str, Any]], batch_size: int, devices: Sequence[str], limit_bytes: int) -> Probe:
+    on_gpus = any(device.startswith("gpu") for device in devices)
     try:
-        found = ask(question, limit_bytes=0 if on_gpus else limit_bytes, timeout_s=timeout_s)
+        found = ask_here(batch_size, limit_bytes=0 if on_gpus else limit_bytes)
     except NoMemoryError as error:
-        return Probe(question.batch_size, False, error.peak_bytes, reason=str(error))
-    fits = found["memory_bytes"] <= limit_bytes
-    rates = tuple(found["examples_per_s"]) if fits else ()
-    return Probe(question.batch_size, fits, found["memory_bytes"], rates, "" if fits else "more than the limit")
+        return Probe(batch_size, False, error.peak_bytes, reason=str(error))
+    used_bytes = found["memory_bytes"]
+    if used_bytes > limit_bytes:
+        return Probe(batch_size, False, used_bytes, reason="more than the limit")
+    return Probe(batch_size, True, used_bytes, tuple(found["examples_per_s"]))
 
 
-def ask(question: Question, *, limit_bytes: int = 0, timeout_s: float = 300.0) -> Dict[str, Any]:
+def ask(workload: str, devices: str, batch_size: int = 0, *, limit_bytes: int = 0, timeout_s: float = 300.0) -> Dict[str, Any]:
     """Return the answer of a new process, in the form of `serve`; limits of 0 are none.
+
+    A batch size of 0 only checks that the devices and the workload exist.
 
     The process has its own group, and no process of the group is left when this returns or raises. Each size gets a new process,
     because MXNet cannot be used after it ran out of memory, and a pool that has grown does not shrink.
     """
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w+b") as log:
         path = Path(folder) / "answer.json"
+        question = workload + (f" with a batch of {batch_size}" if batch_size else "")
         process = subprocess.Popen(
-            [sys.executable, "-c", _START, json.dumps(sys.path), json.dumps(asdict(question)), str(path)],
+            [sys.executable, "-c", _START, json.dumps(sys.path), str(path), workload, devices, str(batch_size)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -314,7 +305,7 @@ def ask(question: Question, *, limit_bytes: int = 0, timeout_s: float = 300.0) -
     return answer
 
 
-def _watch(pid: int, question: Question, limit_bytes: int, timeout_s: float) -> int:
+def _watch(pid: int, question: str, limit_bytes: int, timeout_s: float) -> int:
     """Wait for the end of a process, and return the largest memory seen."""
     seen_bytes, end = 0, time.monotonic() + timeout_s
     # WNOWAIT keeps the exit status, so that the numbers of the process and its group stay reserved until the group has ended.
@@ -331,7 +322,7 @@ def _watch(pid: int, question: Question, limit_bytes: int, timeout_s: float) -> 
     return seen_bytes
 
 
-def _raise_end(code: int, log: str, question: Question, seen_bytes: int) -> NoReturn:
+def _raise_end(code: int, log: str, question: str, seen_bytes: int) -> NoReturn:
     """Raise an error for a process that has ended without an answer: SIGKILL is a lack of memory."""
     last = log.splitlines()[-1].strip() if log else "without output"
     how = f"ended with exit status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
@@ -340,7 +331,7 @@ def _raise_end(code: int, log: str, question: Question, seen_bytes: int) -> NoRe
     raise StepError(f"find_batch_size: got a process that {how} ({last}) from {question}; expected a step that trains. {_HINT}")
 
 
-def _raise_error(answer: Dict[str, Any], question: Question) -> NoReturn:
+def _raise_error(answer: Dict[str, Any], question: str) -> NoReturn:
     message = f"{answer['kind']}: {answer['message']}"
     if answer["no_memory"]:
         raise NoMemoryError(message, answer["peak_bytes"])
@@ -348,7 +339,7 @@ def _raise_error(answer: Dict[str, Any], question: Question) -> NoReturn:
     raise StepError(f"find_batch_size: got {message} from {question}; expected a step that trains. {_HINT}") from cause
 
 
-def serve(question: str, path: str) -> None:
+def serve(path: str, workload: str, devices: str, batch_size: str) -> None:
     """Answer one question by a file of JSON, and end the process.
 
     ```
@@ -360,7 +351,7 @@ def serve(question: str, path: str) -> None:
     with suppress(OSError):  # out of memory, the kernel must kill this process and not the one that asks
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
-        answer = _answer(Question(**json.loads(question)))
+        answer = _answer(workload, devices, int(batch_size))
     except Exception as error:
         trace = traceback.format_exc()  # with the errors that this one reports
         answer = {"kind": type(error).__name__, "message": last_line(error), "traceback": trace}
@@ -369,13 +360,12 @@ def serve(question: str, path: str) -> None:
     os._exit(0)  # skips the exit of an engine that may have run out of memory
 
 
-def _answer(question: Question) -> Dict[str, Any]:
-    with use_devices(question.devices) as ctx:
-        make = load_workload("find_batch_size", question.workload)
+def _answer(workload: str, devices: str, batch_size: int) -> Dict[str, Any]:
+    with use_devices(devices) as ctx:
+        make = load_workload("find_batch_size", workload)
         rates: List[float] = []
-        if question.batch_size:
-            step = step_of(make(question.batch_size, ctx), question.workload)
-            rates = [question.batch_size / one for one in _measure(step)]
+        if batch_size:
+            rates = [batch_size / one for one in _measure(step_of(make(batch_size, ctx), workload))]
         used, room = _memory(ctx)
     return {"examples_per_s": rates, "memory_bytes": used, "room_bytes": room, "devices": [str(one) for one in ctx]}
 
@@ -425,11 +415,7 @@ def peak_bytes(pid: int) -> int:
 
 
 def _bytes(path: str, name: str) -> int:
-    try:
-        found = re.search(rf"^{name}:\s+(\d+) kB$", Path(path).read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-    except OSError:  # the process has ended
-        return 0
-    return 1024 * int(found.group(1)) if found else 0
+    return 1024 * sum(int(line.split()[1]) for line in read_lines(path) if line.startswith(f"{name}:"))
 
 
 def says_no_memory(text: str) -> bool:

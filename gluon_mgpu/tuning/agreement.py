@@ -13,6 +13,7 @@ from mxnet import Context, autograd, gluon
 from ..data import ArrayLoader, ImageData
 from ..data_parallel.sharding import plan_shards
 from ..data_parallel.step import train_batch
+from ..data_parallel.transfer import new_array
 from ..devices.select import check_contexts
 from ..models import resnet18
 from ..trainer.trainer import Trainer
@@ -69,6 +70,15 @@ class Recipe:
                 yield from most
 
         return islice(endless(), self.num_steps)
+
+    def network(self, contexts: Sequence[Context], seed: int = 0) -> gluon.Block:
+        """Return the network with weights that depend only on the seed, not on the devices."""
+        net = self.build(self.data.num_classes)
+        net.initialize(mx.init.Xavier(), ctx=list(contexts))
+        mx.random.seed(seed)
+        np.random.seed(seed)
+        net(new_array(self.data.train_images[:1], contexts[0], "float32"))  # sets the shapes, and draws the weights
+        return net
 
     def params(self) -> Dict[str, Any]:
         """Return the optimizer's parameters."""
@@ -141,7 +151,7 @@ def same_batch(
     on_message(f"the same again, with the examples in another order: the size of rounding errors on {contexts[0]}")
     rounding = _train_by_gluon(recipe, contexts, seed, order.permutation)
     on_message(f"the same batches on {', '.join(map(str, contexts))}")
-    net, loss = _initialised(recipe, contexts, seed), gluon.loss.SoftmaxCrossEntropyLoss()
+    net, loss = recipe.network(contexts, seed), gluon.loss.SoftmaxCrossEntropyLoss()
     trainer = Trainer(net, recipe.optimizer, recipe.params())
     losses = [_mean(train_batch(net, loss, trainer, X, y).losses) for X, y in recipe.batches(seed)]
     return SameBatch(reference, losses, rounding)
@@ -149,33 +159,20 @@ def same_batch(
 
 def _train_by_gluon(recipe: Recipe, contexts: Sequence[Context], seed: int, order: Callable[[int], np.ndarray]) -> List[float]:
     """Train on the first device with Gluon's own Trainer: one shard per device, with its examples in the order of `order`."""
-    net, loss = _initialised(recipe, contexts[:1], seed), gluon.loss.SoftmaxCrossEntropyLoss()
+    net, loss = recipe.network(contexts[:1], seed), gluon.loss.SoftmaxCrossEntropyLoss()
     trainer = gluon.Trainer(net.collect_params(), recipe.optimizer, recipe.params())
-    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
     losses: List[float] = []
     for X, y in recipe.batches(seed):
-        shard_losses = []
-        end = 0
+        shard_losses, end = [], 0
         with autograd.record():
             for size in filter(None, plan_shards(len(X), len(contexts))):
                 chosen, end = end + order(size), end + size
-                data, label = (array(one[chosen], ctx=contexts[0], dtype=one.dtype) for one in (X, y))
+                data, label = (new_array(one[chosen], contexts[0], one.dtype) for one in (X, y))
                 shard_losses.append(loss(net(data), label))
         autograd.backward(shard_losses)
         trainer.step(len(X))
         losses.append(_mean(shard_losses))
     return losses
-
-
-def _initialised(recipe: Recipe, contexts: Sequence[Context], seed: int) -> gluon.Block:
-    """Return the network with weights that depend only on the seed, not on the devices."""
-    net = recipe.build(recipe.data.num_classes)
-    net.initialize(mx.init.Xavier(), ctx=list(contexts))
-    mx.random.seed(seed)
-    np.random.seed(seed)
-    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
-    net(array(recipe.data.train_images[:1], ctx=contexts[0]))  # sets the shapes, and draws the weights
-    return net
 
 
 def _mean(losses: Sequence[Any]) -> float:

@@ -55,12 +55,10 @@ class Training:
         for seed in (random.seed, np.random.seed, mx.random.seed):
             seed(0)
         if self.workload in NETWORKS:
-            build = NETWORKS[self.workload]
-            recipe = Recipe(build, load_digits(), self.batch_size, self.num_steps, self.learning_rate, self.optimizer)
-            net = build(recipe.data.num_classes)
-            net.initialize(mx.init.Xavier(), ctx=list(contexts))
-            trainer = Trainer(net, self.optimizer, recipe.params())
-            return net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, recipe.batches()
+            build, lr = NETWORKS[self.workload], self.learning_rate
+            recipe = Recipe(build, load_digits(), self.batch_size, self.num_steps, lr, self.optimizer)
+            net = recipe.network(contexts)
+            return net, gluon.loss.SoftmaxCrossEntropyLoss(), Trainer(net, self.optimizer, recipe.params()), recipe.batches()
         made = load_workload("agree", self.workload)(self.batch_size, list(contexts))
         if not isinstance(made, tuple) or len(made) != 5 or not isinstance(made[2], Trainer):
             raise TrainerError(

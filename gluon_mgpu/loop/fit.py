@@ -29,7 +29,7 @@ from .history import History
 from .metrics import Metrics, check_metrics, metrics_for, named_metrics
 from .resume import find_resumable, has_changed_rate, num_batches_of
 from .save_checkpoints import Checkpoint
-from .stop_signals import CaughtSignal, Terminated, agree_on_signal, catch_signals
+from .stop_signals import CaughtSignal, StopVote, Terminated, catch_signals
 from .trace import Trace
 from .weight_average import WeightAverage
 
@@ -152,16 +152,15 @@ def fit(
         trainer.use_virtual_shards(virtual_shards)
     test_loss = getattr(loss, "evaluation", loss)
     passes = make_passes("fit", net, test_loss, compiled, kept=trainer.kept)
-    checkpoint = None
-    if resume is not None:
-        checkpoint = _read_checkpoint(resume, callbacks, net, trainer, train_iter)
+    checkpoint = None if resume is None else _read_checkpoint(resume, callbacks, net, trainer, train_iter)
     num_batches = limits.num_batches(num_batches_of(train_iter))
     state = FitState(net, trainer, limits.num_epochs(epochs, num_batches), num_batches, tests=test_iter is not None)
     caught = CaughtSignal()
     on_phase = partial(call_each, callbacks, "on_phase", state)
     check = partial(check_metrics, measured)
     train = TrainStep("fit", net, loss, trainer, split_f, False, micro_steps, compiled=compiled, on_phase=on_phase, check=check)
-    evaluation = partial(run_evaluation, net, loss=test_loss, split_f=split_f, passes=passes)
+    shards = trainer.virtual_shards
+    evaluate = partial(run_evaluation, net, loss=test_loss, split_f=split_f, passes=passes, virtual_shards=shards)
     run = Run(
         state,
         callbacks,
@@ -169,7 +168,7 @@ def fit(
         test_iter,
         metrics=measured,
         train=train,
-        evaluate=partial(evaluation, virtual_shards=trainer.virtual_shards),
+        evaluate=evaluate,
         options=EpochOptions(
             "fit",
             max_inflight=max_inflight,
@@ -223,7 +222,7 @@ def _run_epochs(run: Run, state: FitState, callbacks: Sequence[Callback], caught
         if not state.tests:  # an evaluation averages them
             average_replicas(state.net)
         call_each(callbacks, "on_epoch_end", state)
-        run.raise_if_stopped(agree_on_signal(caught.signum), f"after epoch {epoch}")
+        run.raise_if_stopped(StopVote().after_step(caught.signum), f"after epoch {epoch}")
     if run.is_over() and not state.stop:
         state.stop = f"max_steps={run.limits.max_steps}"
 
@@ -246,10 +245,7 @@ def _read_checkpoint(
     resume: Union[str, Path], callbacks: Sequence[Callback], net: gluon.Block, trainer: Trainer, train_iter: Iterable[Any]
 ) -> Optional[ReadCheckpoint]:
     """Return the checkpoint to resume from, fully checked; None if there is none yet."""
-    if not isinstance(resume, (str, Path)):
-        raise TrainerError(
-            f"fit: got resume={short(resume)}; expected 'auto' or a folder. Pass None to start from the beginning."
-        )
+    instance("fit", "resume", resume, (str, Path), "'auto' or a folder", advice="Pass None to start from the beginning.")
     saving = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     with ExitStack() as held:  # another run that uses the folder is an error before any state changes
         for callback in saving:

@@ -83,8 +83,7 @@ class CaughtSignal:
 
     def __init__(self) -> None:
         self.signum = 0
-        self._at = 0.0
-        self._is_last_call = False  # whether the next SIGTERM ends the process
+        self._at: Optional[float] = None  # when Ctrl-C or SIGTERM asked first
         self._pid = os.getpid()
 
     def handle(self, signum: int, frame: Optional[FrameType]) -> None:
@@ -95,15 +94,12 @@ class CaughtSignal:
         if os.getpid() != self._pid:  # a fork, such as a worker of a DataLoader; the parent handles Ctrl-C
             if signum == signal.SIGTERM:
                 _end_by(signum)
-        elif not self.signum:
-            self.signum, self._at = signum, time.monotonic()
-            self._is_last_call = signum != signal.SIGUSR1
         elif signum == signal.SIGUSR1:
-            pass
-        elif signum == signal.SIGTERM and not self._is_last_call:
-            self._is_last_call, self._at = True, time.monotonic()
-        elif signum != signal.SIGTERM:
+            self.signum = self.signum or signum
+        elif self.signum and signum == signal.SIGINT:
             signal.default_int_handler(signum, frame)
+        elif self._at is None:
+            self.signum, self._at = self.signum or signum, time.monotonic()
         elif time.monotonic() - self._at >= _SAME_REQUEST_S:
             _end_by(signum)
 
@@ -134,12 +130,6 @@ def catch_signals(caught: CaughtSignal) -> Iterator[None]:
         raise_interrupt(caught.signum, "fit: stopped at its end")
 
 
-def agree_on_signal(signum: int) -> int:
-    """Return the signal that asked any process to stop, 0 for none. All processes wait for each other."""
-    processes = group()
-    return signum if processes is None else int(processes.all_gather(np.array([signum], np.float32)).max())
-
-
 class StopVote:
     """Decides after which step of a pass to stop: immediately in a single process, else at a step on which all processes agree.
 
@@ -150,7 +140,7 @@ class StopVote:
     ```
 
     A vote costs milliseconds, so fast steps share one. The slowest process's clock decides how many steps make `_VOTE_S` seconds,
-    so that all processes vote after the same step.
+    so that all processes vote after the same step. A new object votes at its first step.
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,8 @@ from typing import Any, Dict, Optional, Sequence, Tuple, Union
 import numpy as np
 from mxnet import gluon
 
-from ..checkpoint.replace_folder import explained
+from ..checkpoint.replace_folder import explained, new_folder
+from ..checkpoint.save_and_load import check_folder
 from ..checks import flag, path_of, real_number, short
 from ..errors import TrainerError
 from ..models import Seq2Seq
@@ -19,7 +20,7 @@ from ..models.seq2seq.translator import Translator
 from ..runtime.environment import logger, require
 from ..runtime.mxnet2 import require_mxnet1
 from ..runtime.new_files import new_file
-from .export_translator import FILES, write_folder
+from .export_translator import FILES, graphs_of, write_rest
 from .sampled_graph import ExportGraph, arguments_of, check_exportable, in_plain_form, legacy_mode, trace
 from .symbol_files import files_of, run_symbol, write_symbol
 from .write_onnx import Group, OpenAxes, open_axes, run_onnx, write_onnx
@@ -127,14 +128,14 @@ def export(
             "export: got a Seq2Seq; expected a network that one call runs: a translation takes several. Pass a Translator "
             "with its vocabularies, which becomes encoder and decoder."
         )
-    check_exportable("export", net)
+    check_exportable(net)
     if sample is None:
         raise TrainerError("export: got no sample; expected one batch, which decides shapes and is compared. Pass sample=X.")
     _check_place(path, is_folder)
     if path.suffix:
         _require_onnx(check)
     with in_plain_form(net):
-        graph = trace("export", net, arguments_of("export", net, sample))
+        graph = trace(net, arguments_of(net, sample))
         if not path.suffix:
             return _export_symbol(graph, path, check, tolerance)
         _check_axes(dynamic_axes, graph)
@@ -163,7 +164,7 @@ def _export_onnx(
             choices = open_axes(graph, axes)
             for chosen in choices:
                 try:
-                    write_onnx("export", graph, file, chosen)
+                    write_onnx(graph, file, chosen)
                     difference = _checked_onnx(graph, file, chosen, tolerance) if check else None
                     break
                 except TrainerError:
@@ -176,16 +177,17 @@ def _export_onnx(
 
 
 def _export_translator(translator: Translator, path: Path, check: bool, tolerance: float) -> Exported:
-    check_exportable("export", translator.net)
+    check_exportable(translator.net)
     _require_onnx(check)
     if path.suffix == ".onnx":
         raise TrainerError(f"export: got path={str(path)!r} for a Translator; expected a folder. Pass one without a suffix.")
-
-    def write_graph(graph: ExportGraph, file: Path, axes: Sequence[Group]) -> Exported:
-        return _export_onnx(graph, file, check, tolerance, axes)
-
-    with in_plain_form(translator.net):
-        made = write_folder(translator, path, write_graph)
+    check_folder(path, FILES, "export", "translator")
+    with in_plain_form(translator.net), explained("export", path), new_folder(path) as new:
+        made = [
+            _export_onnx(graph, new / f"{part}.onnx", check, tolerance, axes)
+            for part, (graph, axes) in graphs_of(translator.net).items()
+        ]
+        write_rest(translator, new)
     differences = [one.difference for one in made if one.difference is not None]
     inputs = {name: size for one in made for name, size in one.inputs.items()}
     return Exported(tuple(path / name for name in FILES), max(differences, default=None), inputs)
@@ -193,9 +195,9 @@ def _export_translator(translator: Translator, path: Path, check: bool, toleranc
 
 def _checked_onnx(graph: ExportGraph, file: Path, axes: OpenAxes, tolerance: float) -> float:
     """Return the largest difference for the sample, and for other sizes of the open axes."""
-    difference = _compared("onnx", run_onnx("export", file, graph.inputs), graph.outputs, tolerance)
+    difference = _compared("onnx", run_onnx(file, graph.inputs), graph.outputs, tolerance)
     if axes.names:
-        difference = max(difference, _compared("onnx", run_onnx("export", file, axes.inputs), axes.outputs, tolerance))
+        difference = max(difference, _compared("onnx", run_onnx(file, axes.inputs), axes.outputs, tolerance))
     return difference
 
 

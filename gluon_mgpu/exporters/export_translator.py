@@ -10,8 +10,6 @@ from typing import Any, Dict, List, Tuple
 import mxnet as mx
 import numpy as np
 
-from ..checkpoint.replace_folder import explained, new_folder
-from ..checkpoint.save_and_load import check_folder
 from ..errors import TrainerError
 from ..models import Seq2Seq
 from ..models.seq2seq.beam_search import EXTRA_TOKENS, LENGTH_FACTOR, MAX_REPEATS
@@ -22,9 +20,8 @@ from . import onnx_translator
 from .sampled_graph import ExportGraph, complete, legacy_mode
 from .write_onnx import Group
 
-PARTS = ("encoder", "decoder")
 CONFIG_FILE, PROGRAM = "translator.json", "translate.py"
-FILES = (*(f"{part}.onnx" for part in PARTS), "source.vocab", "target.vocab", CONFIG_FILE, PROGRAM)
+FILES = ("encoder.onnx", "decoder.onnx", "source.vocab", "target.vocab", CONFIG_FILE, PROGRAM)
 _BATCH, _STEPS = 3, 7  # of the sample
 
 
@@ -73,8 +70,8 @@ def graphs_of(net: Seq2Seq) -> Dict[str, Tuple[ExportGraph, List[Group]]]:
     *state, keys, values = encode(read)
     states = {f"state{i}": one for i, one in enumerate(state)}
     written = {"token": token, "keys": keys, "values": values, "lengths": lengths, **states}
-    encoder = complete("export", _encoder(net), net, read, [*state, keys, values], encode)
-    decoder = complete("export", _decoder(net, len(state)), net, written, decode(written), decode)
+    encoder = complete(_encoder(net), net, read, [*state, keys, values], encode)
+    decoder = complete(_decoder(net, len(state)), net, written, decode(written), decode)
     return {
         "encoder": (encoder, [[("source", 0), ("lengths", 0)], [("source", 1)]]),
         "decoder": (decoder, [[(name, 0) for name in written], [("keys", 1), ("values", 1)]]),
@@ -103,24 +100,10 @@ def _decoder(net: Seq2Seq, num_states: int) -> Any:
     return F.Group([F.reshape(scores, shape=(-3, 0)), *after, weights])
 
 
-def write_folder(translator: Translator, folder: Path, write_graph: Any) -> List[Any]:
-    """Write encoder, decoder, vocabularies and a program that translates with them; return what `write_graph` returned for each.
-
-    Parameters
-    ----------
-    translator : Translator
-    folder : pathlib.Path
-        Replaced if it holds such files.
-    write_graph : callable (ExportGraph, path, groups)
-        Writes and checks one graph.
-    """
-    check_folder(folder, FILES, "export", "translator")
-    with explained("export", folder), new_folder(folder) as new:
-        results = [write_graph(graph, new / f"{part}.onnx", axes) for part, (graph, axes) in graphs_of(translator.net).items()]
-        translator.source_vocabulary.save(new / "source.vocab")
-        translator.target_vocabulary.save(new / "target.vocab")
-        limits = {"length_factor": LENGTH_FACTOR, "extra_tokens": EXTRA_TOKENS, "max_repeats": MAX_REPEATS}
-        config = {**limits, **translator.config()}
-        (new / CONFIG_FILE).write_text(json.dumps(config, indent=1), encoding="utf-8")
-        shutil.copyfile(onnx_translator.__file__, new / PROGRAM)
-    return results
+def write_rest(translator: Translator, folder: Path) -> None:
+    """Write what belongs to the two graphs: the vocabularies, and a program that translates."""
+    translator.source_vocabulary.save(folder / "source.vocab")
+    translator.target_vocabulary.save(folder / "target.vocab")
+    limits = {"length_factor": LENGTH_FACTOR, "extra_tokens": EXTRA_TOKENS, "max_repeats": MAX_REPEATS}
+    (folder / CONFIG_FILE).write_text(json.dumps({**limits, **translator.config()}, indent=1), encoding="utf-8")
+    shutil.copyfile(onnx_translator.__file__, folder / PROGRAM)

@@ -8,9 +8,11 @@ from typing import Any, Dict, Tuple
 
 import mxnet as mx
 import numpy as np
+from mxnet import autograd
+from mxnet.ndarray import CachedOp
 
 from ..errors import TrainerError
-from .sampled_graph import ExportGraph, evaluate, legacy_mode
+from .sampled_graph import ExportGraph, legacy_mode
 
 Node = Dict[str, Any]
 
@@ -131,4 +133,5 @@ def _value(graph: Dict[str, Any], index: int, params: Dict[str, np.ndarray]) -> 
             f"export: got a recurrent layer whose weights depend on {', '.join(missing[:3])}; expected parameters. Replace that "
             "layer, or export with a symbol prefix."
         )
-    return evaluate(symbol, {name: mx.nd.array(params[name]) for name in symbol.list_inputs()})[0]
+    with autograd.pause(train_mode=False):
+        return CachedOp(symbol)(*(mx.nd.array(params[name]) for name in symbol.list_inputs())).asnumpy()

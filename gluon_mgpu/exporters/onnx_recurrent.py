@@ -40,13 +40,12 @@ def onnx_layers(attributes: Dict[str, Any], parameters: np.ndarray) -> List[Onnx
     weights, biases = np.split(parameters, [len(parameters) - num_layers * directions * 2 * width])
     inner = (num_layers - 1) * directions * width * (directions * size + size)  # of the layers above the first
     columns = (len(weights) - inner) // (directions * width) - size
-    kind = "RNN"
+    kind, _, activation = mode.upper().partition("_")
     options: Dict[str, Any] = {"hidden_size": size, "direction": "bidirectional" if directions == 2 else "forward"}
-    if mode in ("lstm", "gru"):
-        kind = mode.upper()
-        options.update({"linear_before_reset": 1} if mode == "gru" else {})
-    else:
-        options["activations"] = [mode[len("rnn_") :].capitalize()] * directions
+    if activation:
+        options["activations"] = [activation.capitalize()] * directions
+    elif mode == "gru":
+        options["linear_before_reset"] = 1
 
     def ordered(array: np.ndarray) -> np.ndarray:
         gates = np.split(array, _NUM_GATES[mode])

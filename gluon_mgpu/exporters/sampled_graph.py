@@ -12,7 +12,6 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 from mxnet.gluon.block import _flatten, _regroup
-from mxnet.ndarray import CachedOp
 
 from ..checks import OF_WRONG_DATA, explaining, instance, reason_of, short
 from ..data_parallel.batchnorm import SyncBatchNorm
@@ -63,13 +62,6 @@ def legacy_mode() -> Iterator[None]:
         yield
 
 
-def evaluate(symbol: Any, arrays: Dict[str, Array]) -> List[np.ndarray]:
-    """Return a graph's outputs in prediction, for arrays by the names of its inputs."""
-    with autograd.pause(train_mode=False):
-        found = CachedOp(symbol)(*(arrays[name] for name in symbol.list_inputs()))
-    return [array.asnumpy() for array in (found if isinstance(found, list) else [found])]
-
-
 def parsed(text: Any) -> Any:
     """Return the value of an attribute, which graphs hold as text."""
     try:
@@ -98,7 +90,7 @@ class _Whole(gluon.HybridBlock):  # type: ignore[misc]
         return self._net[0](*args)
 
 
-def arguments_of(operation: str, net: gluon.Block, sample: Any) -> Tuple[Any, ...]:
+def arguments_of(net: gluon.Block, sample: Any) -> Tuple[Any, ...]:
     """Return the network's arguments for a sample, as arrays of the current mode on the network's first device.
 
     A tuple or list holds one argument each, which may itself be nested. NumPy's float64 becomes float32.
@@ -117,29 +109,28 @@ def arguments_of(operation: str, net: gluon.Block, sample: Any) -> Tuple[Any, ..
     expected = "arrays that the network accepts"
     advice = "Pass one batch as the network takes it."
     try:
-        with explaining(operation, f"the sample {short(sample)}", expected, advice=advice):
+        with explaining("export", f"the sample {short(sample)}", expected, advice=advice):
             return tuple(map_leaves(moved, argument) for argument in arguments)
     except NestedError as error:
-        raise TrainerError(f"{operation}: got the sample {short(sample)} ({error}); expected {expected}. {advice}") from error
+        raise TrainerError(f"export: got the sample {short(sample)} ({error}); expected {expected}. {advice}") from error
 
 
-def check_exportable(operation: str, net: Any) -> None:
+def check_exportable(net: Any) -> None:
     """Raise `TrainerError` unless a network has float32 values on one device or equal ones on several."""
-    instance(operation, "net", net, gluon.Block, "a gluon.Block", advice="Pass the network.")
+    instance("export", "net", net, gluon.Block, "a gluon.Block", advice="Pass the network.")
     if spans_devices(net):
         raise TrainerError(
-            f"{operation}: got a {type(net).__name__}, whose stages are on different devices; expected a whole network on each "
+            f"export: got a {type(net).__name__}, whose stages are on different devices; expected a whole network on each "
             "device. Load its checkpoint into the network that was divided, and export that."
         )
     for name, param in net._collect_params_with_prefix().items():
         if param._data is None and not param._deferred_init:
             raise TrainerError(
-                f"{operation}: got {name} without values; expected an initialised network. Call net.initialize(), or "
-                "load_checkpoint."
+                f"export: got {name} without values; expected an initialised network. Call net.initialize(), or load_checkpoint."
             )
         if np.dtype(param.dtype).name in _FLOATS:
             raise TrainerError(
-                f"{operation}: got {name} of {np.dtype(param.dtype).name}; expected float32 parameters, with which the file can "
+                f"export: got {name} of {np.dtype(param.dtype).name}; expected float32 parameters, with which the file can "
                 "be checked on any machine. Call net.cast('float32') before; it changes the network."
             )
 
@@ -165,10 +156,10 @@ def in_plain_form(net: gluon.Block) -> Iterator[None]:
             set_precision(net, precision)
 
 
-def predict_sample(operation: str, net: gluon.Block, arguments: Sequence[Any]) -> List[np.ndarray]:
+def predict_sample(net: gluon.Block, arguments: Sequence[Any]) -> List[np.ndarray]:
     """Return the network's outputs for a sample, flat."""
     expected = "data of a shape and dtype that the network accepts"
-    with explaining(operation, "a sample that the network rejects", expected, advice="Pass one batch."):
+    with explaining("export", "a sample that the network rejects", expected, advice="Pass one batch."):
         mx.nd.waitall()  # a static graph writes running statistics without telling the engine
         outputs = _predicted(net, arguments)  # decides shapes
         if list(net.collect_params()) and len(devices_of(net)) > 1:
@@ -176,13 +167,13 @@ def predict_sample(operation: str, net: gluon.Block, arguments: Sequence[Any]) -
             outputs = _predicted(net, arguments)
     if any(array.dtype.names for array in outputs):  # a structure of one number of 16 bits, which NumPy cannot compute with
         raise TrainerError(
-            f"{operation}: got outputs in bfloat16; expected float32, in which the file is compared. amp.init() changed MXNet's "
+            "export: got outputs in bfloat16; expected float32, in which the file is compared. amp.init() changed MXNet's "
             "operators in this process: load the parameters in another one, and export there. set_precision needs no such step."
         )
     return outputs
 
 
-def trace(operation: str, net: gluon.Block, arguments: Sequence[Any]) -> ExportGraph:
+def trace(net: gluon.Block, arguments: Sequence[Any]) -> ExportGraph:
     """Return the graph of an initialised network for data of this form.
 
     Raises
@@ -190,12 +181,12 @@ def trace(operation: str, net: gluon.Block, arguments: Sequence[Any]) -> ExportG
     TrainerError
         The network rejects the sample, or its Python code cannot be run with symbols.
     """
-    outputs = predict_sample(operation, net, arguments)
+    outputs = predict_sample(net, arguments)
     try:
         data, symbol = _Whole(net)._get_graph(*arguments)
     except (mx.MXNetError, AssertionError, NotImplementedError, *OF_WRONG_DATA) as error:
         raise TrainerError(
-            f"{operation}: got a {type(net).__name__} whose Python code cannot be traced as a graph ({reason_of(error)}); "
+            f"export: got a {type(net).__name__} whose Python code cannot be traced as a graph ({reason_of(error)}); "
             "expected HybridBlocks that hybridize() compiles. Write its layers with hybrid_forward(F, ...)."
         ) from error
     classic = symbol.as_nd_ndarray() if isinstance(symbol, mx.sym.np._Symbol) else symbol
@@ -206,11 +197,10 @@ def trace(operation: str, net: gluon.Block, arguments: Sequence[Any]) -> ExportG
         others = iter([_like(inputs[name], array) if name in inputs else array for name, array in arrays.items()])
         return _predicted(net, _regroup([None if array is None else next(others) for array in flat], form))
 
-    return complete(operation, classic, net, {name: array.asnumpy() for name, array in arrays.items()}, outputs, run)
+    return complete(classic, net, {name: array.asnumpy() for name, array in arrays.items()}, outputs, run)
 
 
 def complete(
-    operation: str,
     symbol: Any,
     net: gluon.Block,
     inputs: Dict[str, np.ndarray],
@@ -224,7 +214,7 @@ def complete(
     if unknown or "Custom" in {node["op"] for node in json.loads(symbol.tojson())["nodes"]}:
         found = f"reads {', '.join(unknown[:3])}, which no layer holds" if unknown else "has an operator written in Python"
         raise TrainerError(
-            f"{operation}: got a {type(net).__name__} whose graph {found}; expected MXNet's own operators. Replace that layer."
+            f"export: got a {type(net).__name__} whose graph {found}; expected MXNet's own operators. Replace that layer."
         )
     values = {name: params[name].list_data()[0].asnumpy() for name in read}
     used = {name: value for name, value in inputs.items() if name in symbol.list_inputs()}

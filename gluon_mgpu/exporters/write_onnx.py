@@ -53,7 +53,7 @@ class OpenAxes:
 
 
 @legacy_mode()
-def write_onnx(operation: str, graph: ExportGraph, path: Path, axes: OpenAxes) -> None:
+def write_onnx(graph: ExportGraph, path: Path, axes: OpenAxes) -> None:
     """Write a graph as an ONNX file.
 
     Raises
@@ -63,7 +63,7 @@ def write_onnx(operation: str, graph: ExportGraph, path: Path, axes: OpenAxes) -
     MissingExtraError
         onnx is not installed.
     """
-    onnx = require("onnx", "onnx", operation)
+    onnx = require("onnx", "onnx", "export")
     try:
         with _mapping_of(onnx):
             made = _converted(onnx, graph, axes)
@@ -73,7 +73,7 @@ def write_onnx(operation: str, graph: ExportGraph, path: Path, axes: OpenAxes) -
         raise
     except Exception as error:  # MXNet's converters raise errors of many kinds
         raise TrainerError(
-            f"{operation}: got a network that MXNet cannot convert to ONNX: {reason_of(error)}; expected operators with a "
+            f"export: got a network that MXNet cannot convert to ONNX: {reason_of(error)}; expected operators with a "
             "counterpart. Replace that layer, or export with a symbol prefix."
         ) from error
     path.write_bytes(model.SerializeToString())
@@ -140,7 +140,7 @@ def _mapping_of(onnx: Any) -> Iterator[None]:
             onnx.mapping = before
 
 
-def run_onnx(operation: str, path: Path, inputs: Dict[str, np.ndarray]) -> List[np.ndarray]:
+def run_onnx(path: Path, inputs: Dict[str, np.ndarray]) -> List[np.ndarray]:
     """Return ONNX Runtime's outputs of a file.
 
     Raises
@@ -148,7 +148,7 @@ def run_onnx(operation: str, path: Path, inputs: Dict[str, np.ndarray]) -> List[
     TrainerError
         ONNX Runtime rejects the file or the inputs.
     """
-    runtime = require("onnxruntime", "onnx", operation)
+    runtime = require("onnxruntime", "onnx", "export")
     options = runtime.SessionOptions()
     options.log_severity_level = 4  # its errors are raised
     try:
@@ -156,7 +156,7 @@ def run_onnx(operation: str, path: Path, inputs: Dict[str, np.ndarray]) -> List[
         found: List[np.ndarray] = session.run(None, inputs)
     except Exception as error:  # ONNX Runtime's own classes differ between versions
         raise TrainerError(
-            f"{operation}: got an ONNX file that ONNX Runtime rejects: {reason_of(error)}; expected one that it runs. Export "
+            f"export: got an ONNX file that ONNX Runtime rejects: {reason_of(error)}; expected one that it runs. Export "
             "with a symbol prefix."
         ) from error
     return found

@@ -16,7 +16,6 @@ _POWERS = ("", "십", "백", "천")  # inside a group of four digits
 _GROUPS = ("", "만", "억")  # 10**4, 10**8
 _NATIVE = ("", "한", "두", "세", "네", "다섯", "여섯", "일곱", "여덟", "아홉")  # before a noun that counts
 _NATIVE_TENS = ("", "열", "스물", "서른", "마흔", "쉰", "예순", "일흔", "여든", "아흔")
-_NATIVE_TENS = ("", "열", "스물", "서른", "마흔", "쉰", "예순", "일흔", "여든", "아흔")
 # fmt: off
 _BELOW_TWENTY = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine",

@@ -130,9 +130,9 @@ class PairLoader:
         source_padded, target_padded = self._padded[examples[0]]
         source_length, target_length = np.ascontiguousarray(self.lengths[examples].T)
         target = [self._target[i] for i in examples]
-        source = _pad([self._source[i][1:] for i in examples], source_padded)
-        target_input = _pad([sentence[:-1] for sentence in target], target_padded)
-        target_output = _pad([sentence[1:] for sentence in target], target_padded)
+        source = padded([self._source[i][1:] for i in examples], source_padded)
+        target_input = padded([sentence[:-1] for sentence in target], target_padded)
+        target_output = padded([sentence[1:] for sentence in target], target_padded)
         return (source, source_length, target_input), (target_output, target_length)
 
 
@@ -166,7 +166,8 @@ def _with_ends(name: str, sentences: Sequence[Sequence[int]]) -> List[np.ndarray
     return [np.array([BOS, *sentence, EOS], np.int32) for sentence in sentences]
 
 
-def _pad(sentences: Sequence[np.ndarray], length: int) -> np.ndarray:
+def padded(sentences: Sequence[Sequence[int]], length: int) -> np.ndarray:
+    """Return sentences as rows of one length, with `PAD` after them."""
     array = np.full((len(sentences), length), PAD, np.int32)
     for row, sentence in zip(array, sentences):
         row[: len(sentence)] = sentence

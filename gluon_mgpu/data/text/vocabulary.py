@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Union
 
-from ...checks import is_number, one_of, path_of, short, whole_number
+from ...checks import one_of, path_of, real_number, short, whole_number
 from ...errors import DataError
 from ...runtime.environment import require
 from .pairs import normalise
@@ -116,11 +116,9 @@ def build_vocabulary(
     ['<pad>', '<bos>', '<eos>', '<unk>', '▁one', '▁hundred']
     """
     one_of("build_vocabulary", "kind", kind, tuple(_KINDS), advice="Pass one of these.", error=DataError)
-    if character_coverage is not None and not (is_number(character_coverage) and 0.98 <= character_coverage <= 1):
-        raise DataError(
-            f"build_vocabulary: got character_coverage={short(character_coverage)}; expected a number from 0.98 to 1. "
-            "1 covers all characters."
-        )
+    if character_coverage is not None:
+        name, advice = "character_coverage", "1 covers all characters."
+        real_number("build_vocabulary", name, character_coverage, low=0.98, high=1.0, advice=advice, error=DataError)
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         raise DataError(f"build_vocabulary: got texts={short(texts)}; expected sentences. Pass a list of texts.")
     lines = [_without_spaces_sign(line) for line in map(normalise, texts) if line]

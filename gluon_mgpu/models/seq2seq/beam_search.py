@@ -13,6 +13,7 @@ from mxnet.util import np_array
 
 from ...checks import real_number, short, whole_number
 from ...data import BOS, EOS, UNK
+from ...data.text.pair_loader import padded
 from ...data_parallel.sharding import plan_shards
 from ...errors import TrainerError
 from ...nested import Array
@@ -223,10 +224,7 @@ class _Search:
     def __init__(self, net: Seq2Seq, sentences: List[Sentence], context: Context, options: _Options) -> None:
         self._net, self._sentences, self._context, self._options = net, sentences, context, options
         lengths = [len(sentence) for sentence in sentences]
-        source = np.zeros((len(sentences), max(lengths)), dtype="int32")
-        for row, sentence in zip(source, sentences):
-            row[: len(sentence)] = sentence
-        state, memory = net.encode(self._array(source), self._array(np.array(lengths, "int32")))
+        state, memory = net.encode(self._array(padded(sentences, max(lengths))), self._array(np.array(lengths, "int32")))
         self._state = tuple(mx.nd.repeat(one, options.beam_size, axis=0) for one in state)
         self._memory = tuple(mx.nd.repeat(one, options.beam_size, axis=0) for one in memory)
         # One hypothesis to begin with; the other rows are ballast, of probability 0.

@@ -237,17 +237,9 @@ class Encoder(nn.HybridBlock):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        embed_size: int,
-        hidden_size: int,
-        num_layers: int,
-        cell: str,
-        dropout: float,
-        recurrence: str,
-        **kwargs: Any,
+        self, vocab_size: int, embed_size: int, hidden_size: int, num_layers: int, cell: str, dropout: float, recurrence: str
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__()
         self._hidden_size = hidden_size
         with self.name_scope():
             self.embedding = Embedding(vocab_size, embed_size, weight_initializer=mx.init.Normal(_EMBEDDING_SCALE))
@@ -313,17 +305,9 @@ class Decoder(nn.HybridBlock):  # type: ignore[misc]
     """Recurrent layers, and attention over the encoder's values."""
 
     def __init__(
-        self,
-        embed_size: int,
-        hidden_size: int,
-        num_layers: int,
-        cell: str,
-        attention: str,
-        dropout: float,
-        recurrence: str,
-        **kwargs: Any,
+        self, embed_size: int, hidden_size: int, num_layers: int, cell: str, attention: str, dropout: float, recurrence: str
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__()
         self._num_arrays = num_layers * NUM_STATES[cell]
         with self.name_scope():
             self.dropout = Dropout(dropout)

@@ -6,7 +6,7 @@ from typing import Any, Iterable, List, Tuple
 
 import mxnet as mx
 import numpy as np
-from mxnet import Context, autograd, gluon
+from mxnet import Context, autograd
 from mxnet.gluon import nn
 
 from ...checks import one_of
@@ -60,7 +60,6 @@ class Recurrence(nn.HybridBlock):  # type: ignore[misc]
             self.h2h_weight = self.params.get("h2h_weight", shape=(width, hidden_size), init=_Orthogonal())
             self.i2h_bias = self.params.get("i2h_bias", shape=(width,), init="zeros")
             self.h2h_bias = self.params.get("h2h_bias", shape=(width,), init="zeros")
-            self.i2h = _Project(width)
             self.cell = _GRUStep(hidden_size) if cell == "gru" else _LSTMStep(hidden_size)
 
     def forward(self, inputs: Array, *states: Array) -> Tuple[Array, ...]:
@@ -74,11 +73,13 @@ class Recurrence(nn.HybridBlock):  # type: ignore[misc]
         """
         if isinstance(inputs, mx.sym.Symbol) or self.is_fused(inputs.context):
             return tuple(super().forward(inputs, *states))
-        projected = self.i2h(inputs, _on(self.i2h_weight, inputs), _on(self.i2h_bias, inputs))  # of all steps at once
-        weights = _on(self.h2h_weight, inputs), _on(self.h2h_bias, inputs)
+        names = ("i2h_weight", "i2h_bias", "h2h_weight", "h2h_bias")
+        i2h_weight, i2h_bias, *h2h = (getattr(self, name).data(inputs.context).as_nd_ndarray() for name in names)
+        # of all steps at once
+        projected = mx.nd.FullyConnected(inputs, i2h_weight, i2h_bias, num_hidden=i2h_bias.size, flatten=False)
         outputs: List[Array] = []
         for one in _each_step(projected):
-            after = self.cell(one, *weights, *states)
+            after = self.cell(one, *h2h, *states)
             states = tuple(after) if isinstance(after, (list, tuple)) else (after,)
             outputs.append(states[0])
         return (mx.nd.stack(*outputs, axis=0), *states)
@@ -121,15 +122,6 @@ class _Orthogonal(mx.init.Initializer):  # type: ignore[misc]
             array[gate * size : (gate + 1) * size] = q * np.sign(np.diag(r))
 
 
-class _Project(nn.HybridBlock):  # type: ignore[misc]
-    def __init__(self, width: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._width = width
-
-    def hybrid_forward(self, F: Any, inputs: Any, weight: Any, bias: Any) -> Any:
-        return F.FullyConnected(inputs, weight, bias, num_hidden=self._width, flatten=False)
-
-
 class _GRUStep(nn.HybridBlock):  # type: ignore[misc]
     def __init__(self, hidden_size: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -166,11 +158,6 @@ def can_compile(layers: Iterable[Recurrence], inputs: Any) -> bool:
         return True
     differentiates_prediction = autograd.is_recording() and not autograd.is_training()
     return not differentiates_prediction and all(layer.is_fused(inputs.context) for layer in layers)
-
-
-def _on(param: gluon.Parameter, other: Array) -> Array:
-    """Return a parameter on the device of another array."""
-    return param.data(other.context).as_nd_ndarray()
 
 
 def _cut(F: Any, array: Any, width: int) -> Tuple[Any, Any]:

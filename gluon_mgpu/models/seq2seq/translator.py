@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Union
 
 import mxnet as mx
 import numpy as np
@@ -194,8 +194,8 @@ class Translator:
 
         It may run in any thread.
         """
-        for side, vocabulary in zip(_SIDES, self._vocabularies()):
-            vocabulary.save(folder / f"{side}.vocab")
+        self.source_vocabulary.save(folder / "source.vocab")
+        self.target_vocabulary.save(folder / "target.vocab")
         (folder / CONFIG_FILE).write_text(json.dumps(self.config(), indent=1), encoding="utf-8")
         for path in folder.iterdir():
             sync(path)
@@ -205,7 +205,7 @@ class Translator:
 
     def config(self) -> Dict[str, Any]:
         """Return the content of model.json."""
-        known = {f"{side}_vocabulary": one.config() for side, one in zip(_SIDES, self._vocabularies())}
+        known = {"source_vocabulary": self.source_vocabulary.config(), "target_vocabulary": self.target_vocabulary.config()}
         search = {"beam_size": self.beam_size, "length_ratio": self.length_ratio}
         return {"network": self.options, **known, **{name: value for name, value in search.items() if value is not None}}
 
@@ -214,9 +214,6 @@ class Translator:
         path = Path(folder) / CONFIG_FILE
         with explained("Translator.save_config", path, left="The file before stays."), new_file(path) as new:
             new.write_text(json.dumps(self.config(), indent=1), encoding="utf-8")
-
-    def _vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
-        return self.source_vocabulary, self.target_vocabulary
 
     def _as_text(self, sentence: List[int], found: Translation) -> TranslatedText:
         source = self.source_vocabulary.tokens([*sentence, EOS])

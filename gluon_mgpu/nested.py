@@ -36,9 +36,7 @@ def is_leaf(value: Any) -> bool:
     """Return whether this is one array: of MXNet, of NumPy, or plain numbers that Gluon would turn into an array."""
     if is_device_array(value) or isinstance(value, (np.ndarray, np.generic, numbers.Number)):
         return True
-    if not isinstance(value, (list, tuple)) or isinstance(value, Fields):
-        return False
-    return bool(value) and not _holds_array(value) and _is_numeric(value)
+    return isinstance(value, (list, tuple)) and not isinstance(value, Fields) and _is_numeric(value)
 
 
 def map_leaves(function: Callable[..., Any], data: Any, *others: Any, path: str = "data") -> Any:
@@ -111,15 +109,9 @@ def _below(other: Any, key: Any, data: Any, path: str) -> Any:
     return other[key]
 
 
-def _holds_array(value: Any, level: int = 0) -> bool:
+def _is_numeric(value: Any, level: int = 0) -> bool:
     if isinstance(value, (list, tuple)):
-        return level > MOST_LEVELS or any(_holds_array(item, level + 1) for item in value)
-    return is_device_array(value) or isinstance(value, (np.ndarray, Mapping))
-
-
-def _is_numeric(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return bool(value) and all(_is_numeric(item) for item in value)
+        return bool(value) and level <= MOST_LEVELS and all(_is_numeric(item, level + 1) for item in value)
     return isinstance(value, (numbers.Number, np.generic))
 
 

@@ -203,11 +203,11 @@ def _read_tasks(path: Union[str, Path]) -> Tuple[List[str], List[List[Operation]
     """Return the lanes of the tasks of a trace, and the tasks of each batch in ms."""
     events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
     groups = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    spans = [event for event in events if event["ph"] == "X" and groups[event["pid"]] == "tasks"]
+    of_tasks = [event for event in events if groups.get(event["pid"]) == "tasks"]
+    lanes = {event["tid"]: event["args"]["name"] for event in of_tasks if event["name"] == "thread_name"}
+    spans = [event for event in of_tasks if event["ph"] == "X"]
     tasks = [Operation(lanes[one["tid"]], one["name"], one["ts"] / 1e3, (one["ts"] + one["dur"]) / 1e3) for one in spans]
-    devices = [event["args"]["name"] for event in events if event["name"] == "thread_name" and groups[event["pid"]] == "tasks"]
-    return devices, batches_of(tasks)
+    return list(lanes.values()), batches_of(tasks)
 
 
 def _kind_of(event: Dict[str, Any]) -> str:

@@ -7,8 +7,8 @@ from typing import Dict, List, Optional
 
 from ..runtime import environment
 from ..runtime.gpu_builds import advice
-from ..runtime.nvidia.nvml import Driver, Gpu, try_driver
-from ..runtime.nvidia.visible import visible_gpus
+from ..runtime.nvidia.nvml import Gpu, try_driver
+from ..runtime.nvidia.visible import Visible, visible_gpus
 from ..runtime.openmp_threads import read_lines
 from . import mxnet_gpus
 
@@ -57,36 +57,27 @@ def describe_devices() -> List[DeviceInfo]:
     Only the package nvidia-ml-py (extra `gpu`) lists GPUs that MXNet does not see, and tells names, memory and identifiers.
     """
     driver, _ = try_driver()
-    gpus = [_seen(i) for i in range(mxnet_gpus.num_gpus())] if driver is None else _listed_by_driver(driver)
-    cpu = DeviceInfo("cpu(0)", _cpu_name(), _memory_bytes("MemTotal"), True, "", free_bytes=_memory_bytes("MemAvailable") or None)
-    return [cpu, *gpus]
-
-
-def _seen(number: int) -> DeviceInfo:
-    """Return a GPU of MXNet's that the driver does not describe."""
-    reason = mxnet_gpus.why_not(number)
-    return DeviceInfo(f"gpu({number})", "NVIDIA GPU", 0, not reason, reason, mxnet_gpus.what_to_do(number) if reason else "")
-
-
-def _listed_by_driver(driver: Driver) -> List[DeviceInfo]:
-    """Return the GPUs of MXNet with the driver's descriptions, then the GPUs that MXNet does not see."""
-    visible = visible_gpus(driver)
+    visible = visible_gpus(driver) if driver else Visible(())
     num_gpus = mxnet_gpus.num_gpus()
-    found: List[DeviceInfo] = []
-    shown = visible.devices if len(visible.devices) == num_gpus else ()
-    if num_gpus and not shown:
-        found = [_seen(i) for i in range(num_gpus)]
-    for device in shown:
-        reason = mxnet_gpus.why_not(device.number)
-        note = mxnet_gpus.what_to_do(device.number) if reason else visible.doubt
-        found.append(_info(f"gpu({device.number})", device.gpu, reason, note))
-    seen = {device.gpu.uuid for device in shown}
-    hidden = mxnet_gpus.why_hidden(num_gpus, len(driver.gpus))
-    for gpu in driver.gpus:
-        note = "" if gpu.trouble or mxnet_gpus.is_for_gpus() else advice(gpu.compute_capability)
-        if gpu.uuid not in seen:
-            found.append(_info("-", gpu, gpu.trouble or hidden, note))
+    agree = len(visible.devices) == num_gpus
+    known: List[Optional[Gpu]] = [device.gpu for device in visible.devices] if agree else [None] * num_gpus
+    cpu = DeviceInfo("cpu(0)", _cpu_name(), _memory_bytes("MemTotal"), True, "", free_bytes=_memory_bytes("MemAvailable") or None)
+    found = [cpu, *(_seen(number, gpu, visible.doubt) for number, gpu in enumerate(known))]
+    there, shown = driver.gpus if driver else (), {gpu.uuid for gpu in known if gpu}
+    for gpu in there:
+        if gpu.uuid not in shown:
+            note = "" if gpu.trouble or mxnet_gpus.is_for_gpus() else advice(gpu.compute_capability)
+            found.append(_info("-", gpu, gpu.trouble or mxnet_gpus.why_hidden(num_gpus, len(there)), note))
     return found
+
+
+def _seen(number: int, gpu: Optional[Gpu], doubt: str) -> DeviceInfo:
+    """Return a GPU of MXNet's, with the driver's description if it has one."""
+    name, reason = f"gpu({number})", mxnet_gpus.why_not(number)
+    to_do = mxnet_gpus.what_to_do(number) if reason else ""
+    if gpu is None:
+        return DeviceInfo(name, "NVIDIA GPU", 0, not reason, reason, to_do)
+    return _info(name, gpu, reason, to_do if reason else doubt)
 
 
 def _info(name: str, gpu: Gpu, reason: str, note: str) -> DeviceInfo:

@@ -37,11 +37,6 @@ def acquire(demand: Demand) -> List[CudaDevice]:
     return found
 
 
-def most_free_first(devices: Sequence[CudaDevice]) -> List[CudaDevice]:
-    """Return devices sorted by free memory, the largest first, then by number."""
-    return sorted(devices, key=lambda device: (-(device.gpu.free_bytes or 0), device.number))
-
-
 def select(
     devices: Sequence[CudaDevice], demand: Demand, *, runs: Callable[[int], str]
 ) -> Tuple[List[CudaDevice], Dict[int, str]]:
@@ -78,8 +73,10 @@ def _enough(devices: Sequence[CudaDevice], demand: Demand) -> Tuple[List[CudaDev
     numbers = tuple(known) if demand.numbers is None else demand.numbers
     reasons = {number: "CUDA does not see it" for number in numbers if number not in known}
     among = [known[number] for number in numbers if number in known]
+    if demand.numbers is None:  # the most free first
+        among.sort(key=lambda device: (-(device.gpu.free_bytes or 0), device.number))
     found: List[CudaDevice] = []
-    for device in most_free_first(among) if demand.numbers is None else among:
+    for device in among:
         if len(found) == (demand.count or len(numbers)):
             break
         reason = why_not_free(device, demand)

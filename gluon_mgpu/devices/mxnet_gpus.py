@@ -9,7 +9,7 @@ from typing import List, Sequence
 import mxnet as mx
 from mxnet import Context
 
-from ..errors import DeviceError
+from ..errors import DeviceError, last_line
 from ..runtime.gpu_builds import BUILDS, advice
 from ..runtime.nvidia.nvml import Driver, try_driver
 from ..runtime.nvidia.visible import CudaDevice, visible_gpus
@@ -32,7 +32,7 @@ def why_not(device_id: int) -> str:
             return ""
         return "A test operation gave a wrong result."
     except mx.MXNetError as error:
-        return f"A test operation failed: {first_line(error)}"
+        return f"A test operation failed: {last_line(error)}"
 
 
 def what_to_do(device_id: int) -> str:
@@ -95,10 +95,3 @@ def seen_by_cuda(driver: Driver) -> Sequence[CudaDevice]:
             f"use_devices: got {num_gpus()} GPUs from MXNet; expected to know which of the driver's is gpu(0). {why}"
         )
     return visible.devices
-
-
-def first_line(error: BaseException) -> str:
-    """Return the line of an MXNet error that describes the failure."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    failures = [line for line in lines if "Error" in line or "error" in line or "Check failed" in line]
-    return (failures or lines or [type(error).__name__])[-1]

@@ -10,7 +10,7 @@ import mxnet as mx
 from mxnet import Context
 
 from ..checks import is_whole, short, whole_number
-from ..errors import DeviceError
+from ..errors import DeviceError, last_line
 from ..runtime import environment
 from ..runtime.nvidia.demand import Demand, num_bytes
 from . import free_gpus, mxnet_gpus
@@ -75,9 +75,7 @@ def _wait_quietly() -> None:
     try:
         mx.nd.waitall()
     except mx.MXNetError as error:
-        environment.logger.warning(
-            "use_devices: while another error was raised, a device reported: %s", mxnet_gpus.first_line(error)
-        )
+        environment.logger.warning("use_devices: while another error was raised, a device reported: %s", last_line(error))
 
 
 def resolve_devices(spec: DeviceSpec = None, *, min_free_memory: Union[None, int, str] = None) -> List[Context]:

@@ -43,19 +43,18 @@ class Examination:
     def __init__(self) -> None:
         self.findings: List[Problem] = []
 
-    def run(self, check: str, default: T, inspect: Callable[..., T], *arguments: Any) -> T:
+    def run(self, check: str, default: Any, inspect: Callable[..., T], *arguments: Any) -> T:
         """Return the result of `inspect(*arguments)`; if it raises, add a finding and return `default`."""
         try:
             return inspect(*arguments)
         except Exception as error:  # any error: the doctor continues with the next check
             what = f"The check of {check} failed: {type(error).__name__}: {first_line(error)}"
             self.findings.append(Problem(check, what, "Its result is unknown. Please report this error."))
-            return default
+            return default  # type: ignore[no-any-return]
 
     def check(self, check: str, find: Callable[..., List[Problem]], *arguments: Any) -> None:
         """Add the problems that `find(*arguments)` returns."""
-        found: List[Problem] = []
-        self.findings += self.run(check, found, find, *arguments)
+        self.findings += self.run(check, [], find, *arguments)
 
 
 def describe_error(error: BaseException) -> Tuple[str, str]:

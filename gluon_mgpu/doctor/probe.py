@@ -30,10 +30,8 @@ def probe(spec: str) -> Dict[str, Any]:
     """Return MXNet's version, features and libraries, the devices, settings, thread pools and problems, as plain values."""
     exam = Examination()
     features = sorted(name for name, feature in mx.runtime.Features().items() if feature.enabled)
-    devices: List[DeviceInfo] = exam.run("devices", [], describe_devices)
+    devices = exam.run("devices", [], describe_devices)
     contexts: List[Context] = []
-    no_libraries: List[str] = []
-    no_pools: List[Dict[str, Any]] = []
     try:
         contexts = resolve_devices(spec)
     except DeviceError as error:
@@ -41,18 +39,18 @@ def probe(spec: str) -> Dict[str, Any]:
     for context in contexts:
         exam.check("devices", try_gradient, context)
     exam.check("devices", check_devices, devices)
-    settings: List[Setting] = exam.run("settings", [], environment.settings, contexts)
+    settings = exam.run("settings", [], environment.settings, contexts)
     exam.check("settings", check_settings, os.environ.get("GLUON_MGPU_RUNTIME", ""))
     several = openmp_threads.num_engine_workers() > 1 and not openmp_threads.runs_serially()
     exam.check("OpenBLAS", check_openblas, settings, features, several)
     return {
         "version": mx.__version__,
         "features": features,
-        "libraries": exam.run("libraries", no_libraries, loaded_libraries),
+        "libraries": exam.run("libraries", [], loaded_libraries),
         "devices": [asdict(one) for one in devices],
         "trained": [str(context) for context in contexts],
         "settings": [asdict(one) for one in settings],
-        "thread_pools": exam.run("thread pools", no_pools, thread_pools),
+        "thread_pools": exam.run("thread pools", [], thread_pools),
         "problems": [asdict(one) for one in exam.findings],
     }
 

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, Optional, Tuple
 
 from ..runtime import environment
 from ..runtime.nvidia.nvml import Driver, try_driver
@@ -88,7 +88,7 @@ class Report:
 
     def _details(self) -> Iterator[Row]:
         yield "MXNet's features", ", ".join(self.mxnet["features"]) or "?"
-        yield from ((f"{name}", version) for name, version in {**self.packages.optional, **self.packages.cuda}.items())
+        yield from {**self.packages.optional, **self.packages.cuda}.items()
         yield from (("loaded library", file) for file in self.mxnet["libraries"])
         yield from (("thread pool", f"{pool['threads']} threads, {pool['library']}") for pool in self.mxnet["thread_pools"])
         for gpu in self.driver.gpus if self.driver else ():
@@ -119,11 +119,9 @@ def examine(spec: str = "auto") -> Report:
     exam.check("packages", check_packages, packages)
     mxnet = exam.run("MXNet", dict(_NOTHING), run_probe, spec)
     exam.findings += [Problem(**one) for one in mxnet.pop("problems", [])]
-    unread: Tuple[Optional[Driver], str] = (None, "the driver could not be read")
-    driver, why_not = exam.run("GPUs", unread, try_driver)
+    driver, why_not = exam.run("GPUs", (None, "the driver could not be read"), try_driver)
     has_cuda = "CUDA" in mxnet["features"] or any("-cu" in wheel for wheel in packages.wheels)
-    findings: List[Problem] = exam.run("driver", [], lambda: check_driver(driver, why_not, has_cuda=has_cuda))
-    exam.findings += findings
+    exam.check("driver", lambda: check_driver(driver, why_not, has_cuda=has_cuda))
     if driver is not None:
         exam.check("GPUs", check_gpus, driver)
     return Report(machine, packages, driver, why_not, mxnet, tuple(dict.fromkeys(exam.findings)))

@@ -63,15 +63,13 @@ class Monitor(Callback):
     def __init__(
         self, folder: Union[None, str, Path] = None, *, interval_s: float = 1.0, contexts: Sequence[Context] = ()
     ) -> None:
-        real_number("Monitor", "interval_s", interval_s, low=0.1, high=1e6, advice="1 second is usual.")
+        self.interval_s = real_number("Monitor", "interval_s", interval_s, low=0.1, high=1e6, advice="1 second is usual.")
         self.folder = None if folder is None else path_of("Monitor", "folder", folder)
-        self.interval_s = float(interval_s)
         self.samples: List[Sample] = []
         self._gpus = gpus_among("Monitor", contexts)
         self._state: Optional[FitState] = None
         self._thread: Optional[threading.Thread] = None
         self._stop = threading.Event()
-        self._lock = threading.Lock()
         self._epoch_began = 0.0
 
     def start(self) -> None:
@@ -106,8 +104,7 @@ class Monitor(Callback):
 
     def summary(self) -> Summary:
         """Return the run so far in a few numbers."""
-        with self._lock:
-            return summarise(self.samples)
+        return summarise(self.samples)
 
     def __enter__(self) -> Monitor:
         self.start()
@@ -125,8 +122,7 @@ class Monitor(Callback):
         self._epoch_began = time.time()
 
     def on_epoch_end(self, state: FitState) -> None:
-        with self._lock:
-            samples = [one for one in self.samples if one.unix_s >= self._epoch_began] or self.samples[-1:]
+        samples = [one for one in self.samples if one.unix_s >= self._epoch_began] or self.samples[-1:]
         if samples:
             state.history.rows[-1].update(_columns(summarise(samples)))
 
@@ -153,9 +149,8 @@ class Monitor(Callback):
         sample = self._reader.read(step=state.step, epoch=state.epoch) if state is not None else self._reader.read()
         if self._file is not None:
             self._file.write(to_json(sample) + "\n")
-        with self._lock:
-            kept = self.samples[::2] if len(self.samples) >= _MOST else self.samples
-            self.samples = [*kept, sample]
+        kept = self.samples[::2] if len(self.samples) >= _MOST else self.samples
+        self.samples = [*kept, sample]  # a new list: other threads read the one before
 
 
 def _columns(summary: Summary) -> Dict[str, float]:

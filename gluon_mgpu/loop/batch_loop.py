@@ -162,11 +162,11 @@ class BatchLoop:
             options.on_phase("data")
         return replace(self._finish(), stopped=stopped)
 
-    def add_queued(self) -> None:
-        """Add the batches that are still queued to the sums, without waiting."""
+    def add_queued(self) -> Tuple[int, float]:
+        """Add the queued batches to the sums, too, without waiting; return the examples and seconds of the pass so far."""
         for step, batch in self._queued:
-            if step > self._last_added:
-                self._add(step, batch)
+            self._add(step, batch)
+        return self._num_examples + sum(batch.num_examples for _, batch in self._queued), self._seconds()
 
     def leave_out(self, seconds: float) -> None:
         """Do not count this time, in which an evaluation ran."""
@@ -205,8 +205,7 @@ class BatchLoop:
     def _finish_oldest(self) -> None:
         """Take the oldest batch out of the queue and add it up. Report if it is time to."""
         step, batch = self._queued[0]
-        if step > self._last_added:
-            self._add(step, batch)
+        self._add(step, batch)
         self._queued.popleft()
         self._unreported.append((step, batch.losses))
         self._num_batches += 1
@@ -216,6 +215,9 @@ class BatchLoop:
             self._reported = time.perf_counter()
 
     def _add(self, step: int, batch: Batch) -> None:
+        """Add a batch to the sums, once."""
+        if step <= self._last_added:
+            return
         try:
             self._sums.add_batch(batch)
         except (StepError, mx.MXNetError) as error:
@@ -231,11 +233,13 @@ class BatchLoop:
             queued = [(step, batch.losses) for step, batch in self._queued]
             _raise_non_finite(options.operation, [*self._unreported, *queued])
         self._unreported.clear()
-        seconds = options.before.seconds + time.perf_counter() - self._started
-        progress = EpochProgress(means, self._num_batches, self._num_examples, seconds)
+        progress = EpochProgress(means, self._num_batches, self._num_examples, self._seconds())
         options.on_phase("callbacks")
         options.on_report(progress)
         return progress
+
+    def _seconds(self) -> float:
+        return self._options.before.seconds + time.perf_counter() - self._started
 
     def _checked(self, steps: Sequence[Tuple[int, Any]], read: Callable[[], Any]) -> Any:
         """Return `read()`. An error that surfaces there comes from the oldest of these steps, or a later one."""

@@ -85,7 +85,6 @@ class Run:
         self._loop: Optional[BatchLoop] = None  # of this epoch
         self._norm: Optional[Array] = trainer.grad_norm  # of the latest update
         self._learning_rate = trainer.learning_rate if trainer.optimizer.lr_scheduler is None else None
-        self._num_examples, self._started = 0, time.perf_counter()  # of this epoch, in this process
         self._row: Optional[Row] = None  # of this epoch, before it is evaluated
         self._is_in_epoch = False
 
@@ -168,15 +167,16 @@ class Run:
         own = {name: array for one in self.callbacks for name, array in one.state_arrays(state).items()}
         if not self._is_in_epoch:
             return asdict(replace(self._epoch_start(), epoch=state.epoch + 1)), own
+        examples, seconds = self.start.examples, self.start.seconds
         if self._loop is not None:
-            self._loop.add_queued()
+            examples, seconds = self._loop.add_queued()
         counts, sums = self._sums.state()
         position = replace(
             self.start,
             batches=state.batches,
             step=state.step,
-            examples=self.start.examples + self._num_examples,
-            seconds=self.start.seconds + time.perf_counter() - self._started,
+            examples=examples,
+            seconds=seconds,
             counts=counts,
             learning_rate=self._learning_rate,
             row=self._row,
@@ -202,7 +202,6 @@ class Run:
     def _train_epoch(self) -> Row:
         """Train, and return the row of the epoch without the columns of the evaluation."""
         state, trainer = self.state, self.state.trainer
-        self._num_examples, self._started = 0, time.perf_counter()
         start, data = self.start, self.train_iter
         if start.batches and state.resumed is not None:
             data = remaining_batches(data, start)
@@ -234,7 +233,6 @@ class Run:
         with trainer.accumulate() if state.pending else nullcontext():
             batch = self.train(X, y)
         self._add_norm()
-        self._num_examples += batch.num_examples
         return batch
 
     def _add_norm(self) -> bool:

@@ -55,7 +55,7 @@ class FitState:
         Batches since the last update; see `accumulate_grad_batches`.
     resumed : CheckpointData, optional
         The content of the checkpoint that the run resumed from. Its rows are in the history.
-    where : callable () -> (dict, dict of NDArray), optional
+    where : callable () -> (dict, dict of NDArray)
         Returns what a checkpoint needs to resume here. It does not wait.
     """
 
@@ -73,7 +73,7 @@ class FitState:
     step: int = 0
     pending: int = 0
     resumed: Optional[CheckpointData] = None
-    where: Optional[Callable[[], Tuple[ProgressRecord, Dict[str, Array]]]] = None
+    where: Callable[[], Tuple[ProgressRecord, Dict[str, Array]]] = lambda: ({}, {})
 
 
 class Callback:

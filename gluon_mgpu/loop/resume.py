@@ -13,7 +13,7 @@ from ..checkpoint.rotation import checkpoint_in, find_checkpoints
 from ..checkpoint.save_and_load import ReadCheckpoint, read_checkpoint
 from ..checkpoint.snapshot import CheckpointData
 from ..data_parallel.iterators import batches_of, rolls_over
-from ..distributed import Group, group
+from ..distributed import group
 from ..errors import StateError
 from ..runtime.environment import logger
 from ..trainer.trainer import Trainer
@@ -113,20 +113,14 @@ def find_resumable(
         if errors:
             raise errors[0]
         found, step = None, "none"
-    processes = group()
-    if processes is not None:
-        _check_same_step(processes, step)
-    return found
-
-
-def _check_same_step(processes: Group, own_step: str) -> None:
-    """Raise `StateError` unless all processes of a job resume from the same step: each reads its own checkpoint."""
-    steps = [step.decode() for step in processes.all_gather_bytes(own_step.encode())]
+    processes = group()  # each reads its own checkpoint
+    steps = [step] if processes is None else [one.decode() for one in processes.all_gather_bytes(step.encode())]
     if len(set(steps)) > 1:
         raise StateError(
             f"fit: got processes that would resume from the steps {', '.join(steps)}; expected the same for all. Save into a "
             "folder that every machine of the job can read."
         )
+    return found
 
 
 def position_of(content: CheckpointData) -> FitProgress:

@@ -66,9 +66,8 @@ class Checkpoint(Callback):
             whole_number(type(self).__name__, name, number, advice="For example, pass every=500 and keep=3.")
         flag(type(self).__name__, "background", background)
         self.folder = path_of(type(self).__name__, "folder", folder).absolute()  # a program may change its directory
-        self._column = Best("auto" if monitor is None else monitor, mode)
+        self._best = Best("auto" if monitor is None else monitor, mode)
         self._monitor = monitor
-        self._best: Optional[Best] = None
         self._every = every
         self._rotation = CheckpointRotation(self.folder, keep=keep, background=background, operation=type(self).__name__)
         self._lock = FolderLock(self.folder, type(self).__name__)
@@ -96,8 +95,8 @@ class Checkpoint(Callback):
         self._rotation.wait()
 
     def on_fit_begin(self, state: FitState) -> None:
-        self._best = None if self._monitor is None or self._monitor == "auto" and not state.tests else self._column
-        if self._best is not None:
+        self._has_best = self._monitor is not None and (self._monitor != "auto" or state.tests)
+        if self._has_best:
             self._best.begin(state)
         for name in ("best", "last"):
             self._check_replaceable(self.folder / name)
@@ -122,7 +121,7 @@ class Checkpoint(Callback):
     def on_epoch_end(self, state: FitState) -> None:
         is_best = False
         try:
-            is_best = self._best is not None and self._best.improves(state)
+            is_best = self._has_best and self._best.improves(state)
         finally:
             self._save(state, is_best=is_best)
 
@@ -134,7 +133,7 @@ class Checkpoint(Callback):
                 self._save(state)
 
     def _save(self, state: FitState, *, is_best: bool = False) -> None:
-        place, arrays = state.where() if state.where is not None else ({}, {})
+        place, arrays = state.where()
         here = [place.get(name) for name in ("epoch", "batches", "step", "row")]
         if place and self._saved == here:
             return  # Ctrl-C came when everything was saved

@@ -64,9 +64,9 @@ class Timeline:
         total = self.end - self.begin
         found = {HOST: _sums(self.phases, total)}
         for device, idle in self.idle.items():
-            updating = _length(_union(self.updates[device])) / total
-            computing = _length(_union([*self.operations[device], *self.updates[device]])) / total - updating
-            found[device] = {"operations": computing, _UPDATES: updating, **_sums(idle, total)}
+            updating = sum(end - begin for begin, end in _union(self.updates[device])) / total
+            idling = _sums(idle, total)
+            found[device] = {"operations": 1 - updating - sum(idling.values()), _UPDATES: updating, **idling}
         return found
 
     def events(self) -> List[Dict[str, Any]]:
@@ -140,10 +140,6 @@ def _without_overlap(spans: Sequence[Operation]) -> List[List[Operation]]:
         else:
             free.append(span)
     return lanes
-
-
-def _length(intervals: Sequence[Tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in intervals)
 
 
 def _sums(spans: Sequence[Operation], total: float) -> Dict[str, float]:

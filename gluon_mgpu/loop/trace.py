@@ -100,7 +100,7 @@ class Trace(Callback):
     def on_fit_begin(self, state: FitState) -> None:
         self.summary = None
         self._batches, self._phase = 0, ""
-        self._phases: Optional[List[Tuple[float, str]]] = None  # since the trace began
+        self._phases: List[Tuple[float, str]] = []  # since the trace began
         self._ends: List[float] = []  # of the warm-up, and of each traced step
         self._devices = [str(context) for context in state.trainer.devices]
         missing = [device for device in self._devices if device not in recordable_devices()]
@@ -114,7 +114,7 @@ class Trace(Callback):
 
     def on_phase(self, state: FitState, phase: str) -> None:
         self._phase = phase
-        if self._phases is not None:
+        if self._ends and self._recording is not None:
             self._phases.append((time.time(), phase))
 
     def on_batch_end(self, state: FitState) -> None:
@@ -124,16 +124,15 @@ class Trace(Callback):
             self._recording = Recording()
         if self._recording is None or self._batches < self.warm_up:
             return
-        now = time.time()
-        self._ends.append(now)
-        if self._phases is None:
-            self._phases = [(now, self._phase)]
-        if len(self._ends) > self.num_steps:
-            self._write(state)
+        self._ends.append(time.time())
+        if len(self._ends) == 1:
+            self._phases.append((self._ends[0], self._phase))
+        elif len(self._ends) > self.num_steps:
+            self._write(state, self._recording)
 
     def on_fit_end(self, state: FitState) -> None:
-        if len(self._ends) > 1 and self._recording is not None:  # the run was shorter
-            self._write(state)
+        if self._recording is not None and len(self._ends) > 1:  # the run was shorter
+            self._write(state, self._recording)
         elif self._recording is not None:
             self._recording.stop()
             self._recording = None
@@ -145,14 +144,12 @@ class Trace(Callback):
                 self.warm_up,
             )
 
-    def _write(self, state: FitState) -> None:
+    def _write(self, state: FitState, recording: Recording) -> None:
         """Write what was recorded, and stop recording."""
-        assert self._recording is not None and self._phases is not None, "the trace has begun"
-        recording, self._recording = self._recording, None
+        self._recording = None
         first = state.step - self._batches + self.warm_up + 1
         steps = [Operation(HOST, f"step {first + i}", *ends) for i, ends in enumerate(zip(self._ends, self._ends[1:]))]
         timeline = Timeline(steps, self._phases, recording.stop(), self._devices)
-        self._phases = None
         seconds = (timeline.end - timeline.begin) / len(steps)
         rank = this_process().rank
         path = self.path.with_name(f"{self.path.stem}-{rank}{self.path.suffix}") if rank else self.path

@@ -93,9 +93,8 @@ def evaluate(
     if virtual_shards is not None:
         virtual_shards = VirtualShards(virtual_shards, devices_of(net)).number
     passes = make_passes("evaluate", net, loss, compiled)
-    measured = metrics_for(metrics, loss)
     return run_evaluation(
-        net, data_iter, measured, loss=loss, split_f=split_f, passes=passes, virtual_shards=virtual_shards
+        net, data_iter, metrics_for(metrics, loss), loss=loss, split_f=split_f, passes=passes, virtual_shards=virtual_shards
     ).means
 
 

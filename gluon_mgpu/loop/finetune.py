@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import List, Optional, Union
+from typing import Optional, Union
 
 from mxnet import gluon
 
@@ -64,7 +64,6 @@ class Finetune(Callback):
             whole_number("Finetune", "unfreeze_epoch", unfreeze_epoch, advice="For example, pass 3.")
         real_number("Finetune", "lr_mult", lr_mult, advice="0.1 is usual.")
         self._freeze, self._unfreeze_epoch, self._lr_mult = freeze, unfreeze_epoch, lr_mult
-        self._params: List[gluon.Parameter] = []
 
     def on_fit_begin(self, state: FitState) -> None:
         names = named_params(state.net)

@@ -15,7 +15,7 @@ from ..data_parallel.step import Batch
 from ..distributed import group
 from ..errors import TrainerError
 from ..nested import Array, is_device_array
-from .metrics import Metric, Metrics, mean_loss, named_metrics
+from .metrics import Metric, Metrics, named_metrics, total_of
 
 _MOST_SHARDS = 64
 _MOST_BYTES = 2**23  # device memory of the shards of one place that wait to be joined
@@ -184,8 +184,8 @@ class DeviceSums:
         for form, held in self._held.pop(place).arrays.items():
             kinds = [[array.as_nd_ndarray() for array in arrays] for arrays in zip(*held)]
             joined = [arrays[0] if len(arrays) == 1 else mx.nd.concat(*arrays, dim=0) for arrays in kinds]
-            if form[0] == "loss":
-                self._add("loss", *mean_loss(joined[0]), place)
+            if form[0] == "loss":  # in float64, so that rounding hardly depends on how they were joined
+                self._add("loss", total_of(joined[0].astype("float64")), joined[0].size, place)
             else:
                 output, label = joined
                 for name, metric in self._joined.items():

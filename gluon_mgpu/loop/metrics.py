@@ -136,16 +136,6 @@ def check_metrics(metrics: Metrics, outputs: Sequence[Any], labels: Sequence[Any
             metric(outputs[0], labels[0])
 
 
-def mean_loss(losses: Array) -> Tuple[Array, int]:
-    """Return the sum of a shard's losses, and their number; in float64, so that rounding hardly depends on how they were joined.
-
-    Parameters
-    ----------
-    losses : NDArray, shape (B, ...)
-    """
-    return total_of(losses.as_nd_ndarray().astype("float64")), losses.size
-
-
 def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
     """Return metrics by name; a function without one gets its own name.
 

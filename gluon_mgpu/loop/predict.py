@@ -213,15 +213,13 @@ def _kept(leaf: Array, shared: bool) -> Array:
 
 def _read(number: int, outputs: List[Output], output_axis: Any) -> Any:
     """Return one batch's outputs as NumPy arrays, having waited for them."""
-    shards = [_to_numpy(number, context, output) for context, output in outputs]
+    shards = []
+    for context, output in outputs:
+        try:
+            shards.append(map_leaves(lambda _, leaf: leaf.asnumpy(), output))
+        except mx.MXNetError as error:
+            raise device_error("predict", f"{context} at batch {number}", error) from error
     return shards[0] if len(shards) == 1 else gather(shards, batch_axis=output_axis)
-
-
-def _to_numpy(number: int, context: Context, output: Any) -> Any:
-    try:
-        return map_leaves(lambda _, leaf: leaf.asnumpy(), output)
-    except mx.MXNetError as error:
-        raise device_error("predict", f"{context} at batch {number}", error) from error
 
 
 def _output_axis(batch_axis: Any, output_axis: Any) -> Any:

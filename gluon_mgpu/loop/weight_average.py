@@ -59,8 +59,7 @@ class WeightAverage(Callback):
 
     def __init__(self, method: str = "ema", *, decay: float = 0.999, start_epoch: int = 1) -> None:
         one_of("WeightAverage", "method", method, ("ema", "swa"), advice="'ema' is usual.")
-        if real_number("WeightAverage", "decay", decay, advice="0.999 is usual.") >= 1:
-            raise TrainerError(f"WeightAverage: got decay={decay}; expected a number below 1. 0.999 is usual.")
+        real_number("WeightAverage", "decay", decay, high=1, below=True, advice="0.999 is usual.")
         whole_number("WeightAverage", "start_epoch", start_epoch, advice="1 is usual.")
         self._method, self._decay, self._start_epoch = method, decay, start_epoch
         self.num_updates = 0
@@ -94,16 +93,18 @@ class WeightAverage(Callback):
             self._weights.put()
 
     def on_test_end(self, state: FitState) -> None:
-        self._take_back()
+        if self._weights is not None:
+            self._weights.take_back()
 
     def on_epoch_end(self, state: FitState) -> None:
         self._follow(state)
 
     def on_fit_end(self, state: FitState) -> None:
-        self._take_back()
-        if state.error is None and self._weights is not None:
-            self._weights.put()
-            self._weights.keep()
+        if self._weights is not None:
+            self._weights.take_back()
+            if state.error is None:
+                self._weights.put()
+                self._weights.keep()
         elif state.error is None and state.epoch < self._start_epoch:
             logger.warning("WeightAverage: the run ended before start_epoch=%d: nothing was averaged", self._start_epoch)
 
@@ -128,7 +129,3 @@ class WeightAverage(Callback):
             self._weights = AveragedWeights(state.net)
         self._weights.update(1 / (n + 1) if self._method == "swa" or not n else 1 - min(self._decay, (1 + n) / (10 + n)))
         self.num_updates += 1
-
-    def _take_back(self) -> None:
-        if self._weights is not None:
-            self._weights.take_back()

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
-import numpy as np
 from mxnet.base import _LIB, NDArrayHandle, check_call
 
 from ..nested import Array
@@ -46,7 +45,7 @@ class Executor:
 
     def __init__(self, graph: Graph, inputs: Sequence[Array], *, trains: bool, shared: Optional[Executor] = None) -> None:
         self.graph, self.context = graph, inputs[0].context
-        self.size = sum(int(np.prod(one.shape)) for one in inputs)
+        self.size = sum(one.size for one in inputs)
         symbol, context = graph.symbol, self.context
         own = self.inputs = [mx.nd.empty(one.shape, ctx=context, dtype=one.dtype) for one in inputs]
         by_name: Dict[str, Any] = dict(zip(graph.inputs, own))

@@ -10,7 +10,6 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 from mxnet.gluon.nn.basic_layers import _BatchNorm
-from mxnet.gluon.parameter import DeferredInitializationError
 
 from ..checks import explaining, instance, one_of
 from ..distributed import group
@@ -84,13 +83,11 @@ class SyncBatchNorm(_BatchNorm):
                     array[:] = momentum * array + (1 - momentum) * moment.as_in_context(array.context)
 
     def _params_on(self, x: Any) -> Tuple[Any, Any]:
-        try:
-            return self.gamma.data(x.context), self.beta.data(x.context)
-        except DeferredInitializationError:
+        if self.gamma._deferred_init:
             self._deferred_infer_shape(x)
             for param in self.params.values():
                 param._finish_deferred_init()
-            return self.gamma.data(x.context), self.beta.data(x.context)
+        return self.gamma.data(x.context), self.beta.data(x.context)
 
 
 def set_batch_norm(net: gluon.Block, bn: str) -> gluon.Block:

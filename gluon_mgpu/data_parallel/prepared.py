@@ -67,8 +67,8 @@ def slicer(array: Array, places: Sequence[Place], dtype: Any) -> Optional[Callab
     is_host, kind = isinstance(array, np.ndarray), type(array)
     if is_host:
         kind = mx.np.ndarray if mx.util.is_np_array() else mx.nd.NDArray
-    is_near = not is_host or all(context.device_type == "cpu" for _, _, context in places)
-    if not is_near or kind not in (mx.nd.NDArray, mx.np.ndarray) or not can_create(array.shape, dtype):
+    needs_pinned = is_host and any(context.device_type != "cpu" for _, _, context in places)
+    if needs_pinned or kind not in (mx.nd.NDArray, mx.np.ndarray) or not can_create(array.shape, dtype):
         return None
     prepared = []
     for begin, end, context in places:

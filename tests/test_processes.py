@@ -421,6 +421,5 @@ def test_the_units_of_micro_steps_are_those_of_their_losses(monkeypatch):
     net, loss = gluon.nn.Dense(1, in_units=2), gluon.loss.L2Loss()
     net.initialize()
     loss.num_units = lambda y: int(np.count_nonzero(y))
-    trainer = mgpu.Trainer(net, "sgd")
-    batch = mgpu.train_batch(net, loss, trainer, np.ones((8, 2)), np.float32([1, 1, 0, 0, 1, 1, 0, 0]), micro_steps=2)
+    batch = mgpu.train_batch(net, loss, mgpu.Trainer(net, "sgd"), np.ones((8, 2)), np.float32([1, 1, 0, 0] * 2), micro_steps=2)
     assert (batch.num_units, [label.asnumpy().tolist() for label in batch.labels]) == (4, [[1, 1], [1, 1]])

@@ -218,5 +218,4 @@ def test_what_a_forward_pass_changes_counts_in_its_step(change, devices):
     for net.is_later in (False, True):
         mgpu.train_batch(net, loss, trainer, mx.nd.ones((4, 2)), mx.nd.zeros(4))
         found.append(net.first.weight.data(devices[-1]).asnumpy().tolist())
-    assert (found[0] == found[1]) == (change == "a multiplier")
-    assert (net.second.weight.data(devices[-1]) != 1).asnumpy().all()
+    assert (found[0] == found[1]) == (change == "a multiplier") and net.second.weight.data(devices[-1]).asnumpy().min() < 1

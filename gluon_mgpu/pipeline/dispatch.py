@@ -25,33 +25,12 @@ from ..trainer.gradients import empty_pass, note_parts, one_pass
 from ..trainer.running_stats import StatsOfParts, is_running_stat, note_examples, statistics_slabs
 from ..trainer.trainer import Trainer
 from .schedule import Planned, Task, plan
-from .stage import NETWORK, check_outputs, draws_numbers
-
-
-@dataclass(eq=False)
-class _Visit:
-    """A micro-batch at one stage.
-
-    Attributes
-    ----------
-    inputs : list of NDArray
-        Copies on the stage's device, until its backward pass.
-    gradients : list
-        Those of the inputs, where they are needed, None elsewhere.
-    outputs : list of NDArray
-    apart : set of int
-        Which of these are inputs without a gradient that the stage passed on.
-    """
-
-    inputs: List[Array]
-    gradients: List[Optional[Array]]
-    outputs: List[Array] = field(default_factory=list)
-    apart: Set[int] = field(default_factory=set)
+from .stage import NETWORK, Source, check_outputs, draws_numbers
 
 
 @dataclass(eq=False)
 class _MicroBatch:
-    """One micro-batch on its way through a replica.
+    """One micro-batch on its way through a replica. The dicts are by stage.
 
     Attributes
     ----------
@@ -61,10 +40,16 @@ class _MicroBatch:
         Its label, or the parts of it if several devices share the last stage.
     sizes : list of int
         The examples of each part; [0] for a batch that is not divided.
+    outputs : dict of int to list of NDArray
+        Until the stage's backward pass. Those of `NETWORK` are the network's inputs, on the first device.
     seeds : list of int
         One for each stage; [] if none draws.
-    visits : dict of int to _Visit
-        By the stage; of `NETWORK`, whose outputs are the network's inputs on the first device.
+    inputs : dict of int to list of NDArray
+        Copies on the stage's device, until its backward pass.
+    gradients : dict of int to list
+        Those of the inputs, where they are needed, None elsewhere.
+    apart : set of (int, int)
+        Outputs that are inputs without a gradient, which their stage has passed on.
     losses, results : dict of int to NDArray
         Loss and network's output of each part.
     """
@@ -73,8 +58,11 @@ class _MicroBatch:
     X: Any
     ys: List[Any]
     sizes: List[int]
+    outputs: Dict[int, List[Array]]
     seeds: List[int] = field(default_factory=list)
-    visits: Dict[int, _Visit] = field(default_factory=dict)
+    inputs: Dict[int, List[Array]] = field(default_factory=dict)
+    gradients: Dict[int, List[Optional[Array]]] = field(default_factory=dict)
+    apart: Set[Source] = field(default_factory=set)
     losses: Dict[int, Array] = field(default_factory=dict)
     results: Dict[int, Any] = field(default_factory=dict)
 
@@ -87,10 +75,12 @@ class _Place:
     number : int
     part : int, optional
         Which part of a micro-batch it computes, if it is the last stage.
-    trained : NDArray, optional
-        A gradient of its parameters.
-    updated : list of NDArray
-        One of the weights that a step updates, if any.
+    params : list of gluon.Parameter
+        Those that have gradients.
+    weight, gradient : list of NDArray
+        The first parameter's, if there is one.
+    trained : set of int
+        The stages whose outputs it reads that have a backward pass.
     needs_backward : bool
         Whether it trains, or comes after a stage that does.
     readers : list of _Place
@@ -98,34 +88,21 @@ class _Place:
     """
 
     def __init__(self, pipeline: Any, number: int, device: Context, former: Sequence[_Place]) -> None:
-        self.stage, self.number, self.device, self.part = pipeline.stages[number], number, device, pipeline.part(number)
-        gradients = [param.grad(device) for param in pipeline.trained(number)]
-        self.updated: List[Array] = [param.data(device) for param in pipeline.trained(number)[:1]]
-        self.trained: Optional[Array] = gradients[0] if gradients else None
-        producers = pipeline.producers(number)
-        self.needs_backward: bool = bool(gradients) or any(former[producer].needs_backward for producer in producers)
+        self.stage, self.number, self.device = pipeline.stages[number], number, device
+        part = number - pipeline.num_stages + pipeline.num_parts
+        self.part = part if part >= 0 else None
+        params = self.stage.params()
+        self.params = [param for param in params if param.grad_req != "null"]
+        self.weight: List[Array] = [param.data(device) for param in self.params[:1]]
+        self.gradient: List[Array] = [param.grad(device) for param in self.params[:1]]
+        producers = [former[producer] for producer in pipeline.stages.producers(number)]
+        self.trained = {place.number for place in producers if place.needs_backward}
+        self.needs_backward = bool(self.params or self.trained)
         self.recomputes = pipeline.recompute and self.needs_backward and self.part is None
-        self._is_trained = {producer: former[producer].needs_backward for producer in producers}
         self.readers: List[_Place] = []
-        for producer in producers:
-            former[producer].readers.append(self)
-        stats = [param for param in self.stage.params() if is_running_stat(param)]
-        self.stats = StatsOfParts(statistics_slabs(stats), device) if stats else None
-
-    def read(self, micro_batch: _MicroBatch) -> _Visit:
-        """Copy a stage's inputs to its device."""
-        visits, sources = micro_batch.visits, self.stage.sources
-        if sources is None:
-            before = self.number - 1  # of the first stage, NETWORK
-            sources = [(before, at) for at in range(len(visits[before].outputs))]
-        visit = _Visit([], [])
-        for (producer, at), is_wanted in zip(sources, self.stage.gradients_for(len(sources), is_first=self.number == 0)):
-            # also from the same device: no task may write what another one reads
-            array = _part(visits[producer].outputs[at], self.part, micro_batch.sizes).copyto(self.device)
-            needs = is_wanted and self._is_trained[producer] and at not in visits[producer].apart and is_float(array)
-            visit.inputs.append(array)
-            visit.gradients.append(unallocated(array) if needs else None)
-        return visit
+        for place in producers:
+            place.readers.append(self)
+        self.stats = StatsOfParts(statistics_slabs(list(filter(is_running_stat, params))), device)
 
 
 class PipelinePasses(Passes):
@@ -150,7 +127,6 @@ class PipelinePasses(Passes):
         self._plans: Dict[int, List[Planned]] = {}  # by the number of micro-batches
         self._places: List[List[_Place]] = []  # by the replica
         self._params = list(pipeline.collect_params().values())
-        self._stats = list(filter(is_running_stat, self._params))
         self._known: List[Any] = []  # what the places depend on
         self._shares = False  # whether two stages on one device add to a parameter's gradient
         self._sizes: List[List[int]] = []  # of each micro-batch: the examples of its parts, if it is divided
@@ -185,14 +161,12 @@ class PipelinePasses(Passes):
         micro_batches: List[_MicroBatch] = []
         shard = 0
         for sizes in self._sizes:
-            inputs = _Visit([], [], self.pipeline.stages.inputs(Xs[shard]))
-            micro_batches.append(
-                _MicroBatch(shard, Xs[shard], list(ys[shard : shard + len(sizes)]), sizes, visits={NETWORK: inputs})
-            )
+            X, own_ys = Xs[shard], list(ys[shard : shard + len(sizes)])
+            micro_batches.append(_MicroBatch(shard, X, own_ys, sizes, {NETWORK: self.pipeline.stages.inputs(X)}))
             shard += len(sizes)
         scale = 1.0 if self._trainer.loss_scaler is None else self._trainer.loss_scaler.begin()
         if not micro_batches:
-            note_examples((), self._stats)
+            note_examples((), self._params)
             empty_pass(self._trainer.gradients)
             return [], []
         self._seed(micro_batches)
@@ -208,7 +182,7 @@ class PipelinePasses(Passes):
             examples = run.dispatch([(places[replica][task.stage], task, own[replica]) for _, replica, task in planned])
         if adds:
             note_parts(self._trainer.gradients)
-        note_examples(examples.items(), self._stats)
+        note_examples(examples.items(), self._params)
         parts = [(one, part) for one in micro_batches for part in range(len(one.ys))]
         return [one.results[part] for one, part in parts], [one.losses[part] for one, part in parts]
 
@@ -219,10 +193,8 @@ class PipelinePasses(Passes):
         """Return the tasks of so many micro-batches on one replica."""
         if num_micro_batches not in self._plans:
             pipeline = self.pipeline
-            numbers = {context: number for number, context in enumerate(dict.fromkeys(pipeline.devices[0]))}
-            devices = [numbers[context] for context in pipeline.devices[0]]
-            sources = [pipeline.producers(stage) for stage in range(pipeline.num_stages)]
-            self._plans[num_micro_batches] = plan(sources, devices, num_micro_batches, pipeline.schedule)
+            sources = [pipeline.stages.producers(stage) for stage in range(pipeline.num_stages)]
+            self._plans[num_micro_batches] = plan(sources, pipeline.devices[0], num_micro_batches, pipeline.schedule)
         return self._plans[num_micro_batches]
 
     def _prepared(self) -> List[List[_Place]]:
@@ -230,14 +202,13 @@ class PipelinePasses(Passes):
         now = [one for param in self._params for one in (param._grad_req, param._grad, param._data)]
         if len(now) != len(self._known) or not all(map(is_, now, self._known)):
             self._known, self._places = now, []
-            stages = [(stage, device) for devices in self.pipeline.devices for stage, device in enumerate(devices)]
-            trained = [(device, id(param)) for stage, device in stages for param in self.pipeline.trained(stage)]
-            self._shares = len(set(trained)) < len(trained)
             for devices in self.pipeline.devices:
                 places: List[_Place] = []
                 for number, device in enumerate(devices):
                     places.append(_Place(self.pipeline, number, device, places))
                 self._places.append(places)
+            trained = [(place.device, id(param)) for places in self._places for place in places for param in place.params]
+            self._shares = len(set(trained)) < len(trained)
         return self._places
 
     def _replica(self, X: Any) -> int:
@@ -247,12 +218,11 @@ class PipelinePasses(Passes):
     def _seed(self, micro_batches: Sequence[_MicroBatch]) -> None:
         """Draw a seed for each task, so that its random numbers depend neither on the schedule nor on recomputation."""
         pipeline = self.pipeline
-        if all(stage.draws is False for stage in pipeline.stages):  # unknown before the first batch
-            return
-        count = len(micro_batches) * pipeline.num_stages
-        drawn = mx.nd.random.randint(0, 2**31 - 1, shape=(count,), ctx=pipeline.devices[0][0]).asnumpy().tolist()
-        for number, one in enumerate(micro_batches):
-            one.seeds = drawn[number * pipeline.num_stages : (number + 1) * pipeline.num_stages]
+        if any(stage.draws is not False for stage in pipeline.stages):  # unknown before the first batch
+            shape = len(micro_batches), pipeline.num_stages
+            drawn = mx.nd.random.randint(0, 2**31 - 1, shape=shape, ctx=pipeline.devices[0][0]).asnumpy().tolist()
+            for one, seeds in zip(micro_batches, drawn):
+                one.seeds = seeds
 
 
 class _Run:
@@ -261,27 +231,27 @@ class _Run:
     def __init__(self, operation: str, pipeline: Any, loss: Any, scale: float) -> None:
         self._operation, self._pipeline, self._loss, self._scale = operation, pipeline, loss, scale
         self._last: Dict[Context, List[Array]] = {}  # what the latest task of each device writes
-        self._stats: Dict[_Place, StatsOfParts] = {}  # where several micro-batches move them
-        self._moves: Dict[_Place, List[List[Array]]] = {}  # of these statistics, by the micro-batches, times their examples
+        # how far each of several micro-batches has moved running statistics, times its examples
+        self._moves: Dict[_Place, List[List[Array]]] = {}
 
     def dispatch(self, tasks: Sequence[Tuple[_Place, Task, List[_MicroBatch]]]) -> Dict[Context, int]:
         """Dispatch tasks, each with the micro-batches of its replica; move the running statistics, and return their examples."""
         examples: Dict[Context, int] = {}
         places = {place: micro_batches for place, _, micro_batches in tasks}
-        self._stats = {place: place.stats for place, own in places.items() if place.stats is not None and len(own) > 1}
-        for stats in self._stats.values():
-            stats.begin()
+        self._moves = {place: [] for place, own in places.items() if place.stats.arrays and len(own) > 1}
+        for place in self._moves:
+            place.stats.begin()
         try:
             for place, task, micro_batches in tasks:
                 self._dispatch(place, task, micro_batches[task.micro_batch])
         except BaseException:
-            for stats in self._stats.values():  # undo all that the batch has changed, except for gradients
-                stats.put_back()
+            for place in self._moves:  # undo all that the batch has changed, except for gradients
+                place.stats.put_back()
             raise
         for place, own in places.items():
             examples[place.device] = sum(sum(one.sizes) or int((*one.losses[0].shape, 1)[0]) for one in own)
-            if place in self._moves:
-                self._stats[place].move([mx.nd.add_n(*parts) / examples[place.device] for parts in zip(*self._moves[place])])
+            if self._moves.get(place):
+                place.stats.move([mx.nd.add_n(*parts) / examples[place.device] for parts in zip(*self._moves[place])])
         return examples
 
     def _dispatch(self, place: _Place, task: Task, micro_batch: _MicroBatch) -> None:
@@ -298,24 +268,39 @@ class _Run:
             queue_in_order(place.device, self._last[place.device], [], _mark(task, place.device, "ends"))
 
     def _forward(self, task: Task, place: _Place, micro_batch: _MicroBatch) -> None:
-        visit = micro_batch.visits[place.number] = place.read(micro_batch)
-        self._in_order(task, place, visit.inputs)
-        outputs = self._compute(place, micro_batch, visit, records=not place.recomputes)
-        if place.device.device_type == "gpu" and place in self._stats:  # cuDNN moves them in the forward pass
+        self._read(place, micro_batch)
+        self._in_order(task, place, micro_batch.inputs[place.number])
+        outputs = self._compute(place, micro_batch, records=not place.recomputes)
+        if place.device.device_type == "gpu" and place in self._moves:  # cuDNN moves them in the forward pass
             if place.recomputes:
-                self._stats[place].put_back()
+                place.stats.put_back()
             else:
                 self._take_stats(place, micro_batch)
         if place.recomputes:  # copies: an output may be an input, and the backward pass waits for outputs before inputs
             outputs = [one.copy() for one in outputs]
-        self._last[place.device] = visit.outputs = outputs
+        self._last[place.device] = micro_batch.outputs[place.number] = outputs
 
-    def _compute(self, place: _Place, micro_batch: _MicroBatch, visit: _Visit, *, records: bool) -> List[Array]:
+    def _read(self, place: _Place, micro_batch: _MicroBatch) -> None:
+        """Copy a stage's inputs to its device."""
+        number, outputs = place.number, micro_batch.outputs
+        sources = self._pipeline.stages.sources(number, outputs)
+        inputs = micro_batch.inputs[number] = []
+        gradients = micro_batch.gradients[number] = []
+        for source, is_wanted in zip(sources, place.stage.gradients_for(len(sources), is_first=number == 0)):
+            producer, at = source
+            # also from the same device: no task may write what another one reads
+            array = _part(outputs[producer][at], place.part, micro_batch.sizes).copyto(place.device)
+            needs = is_wanted and producer in place.trained and source not in micro_batch.apart and is_float(array)
+            inputs.append(array)
+            gradients.append(unallocated(array) if needs else None)
+
+    def _compute(self, place: _Place, micro_batch: _MicroBatch, *, records: bool) -> List[Array]:
         """Compute a stage of its inputs, and the loss after the last one."""
-        stage, inputs, part = place.stage, visit.inputs, place.part
+        stage, number, part = place.stage, place.number, place.part
+        inputs, gradients = micro_batch.inputs[number], micro_batch.gradients[number]
         if micro_batch.seeds and stage.draws is not False:
-            mx.random.seed(micro_batch.seeds[place.number], place.device)
-        marked = [pair for pair in zip(inputs, visit.gradients) if pair[1] is not None]
+            mx.random.seed(micro_batch.seeds[number], place.device)
+        marked = [pair for pair in zip(inputs, gradients) if pair[1] is not None]
         if marked and records:
             autograd.mark_variables(*map(list, zip(*marked)), "write")
         if stage.draws is None:
@@ -323,8 +308,8 @@ class _Run:
             check_outputs(self._operation, stage.block, inputs)
         with autograd.record() if records else autograd.train_mode():  # this thread records nothing else
             found = stage.run(inputs)
-            by_array = dict(zip(map(id, inputs), visit.gradients))
-            visit.apart = {at for at, one in enumerate(found) if by_array.get(id(one), one) is None}
+            by_array = dict(zip(map(id, inputs), gradients))
+            micro_batch.apart.update((number, at) for at, one in enumerate(found) if by_array.get(id(one), one) is None)
             # a stage may pass an input on: its gradient then flows through an operator, like that of other outputs
             outputs: List[Array] = [one.copy() if id(one) in by_array else one for one in found]
             if part is not None:
@@ -334,45 +319,44 @@ class _Run:
         return outputs
 
     def _backward(self, task: Task, place: _Place, micro_batch: _MicroBatch) -> None:
-        visit, part = micro_batch.visits[place.number], place.part
+        number, part = place.number, place.part
+        inputs, gradients, outputs = micro_batch.inputs[number], micro_batch.gradients[number], micro_batch.outputs[number]
         if place.needs_backward:
-            outputs = visit.outputs
             if part is None:
-                given = self._gradients_of(place, micro_batch, len(outputs))
+                given = self._gradients_of(place, micro_batch)
             else:
                 loss = outputs[-1]
                 filled = mx.nd.full(loss.shape, self._scale, ctx=place.device, dtype=loss.dtype)
                 given = [None] * (len(outputs) - 1) + [filled]
             waiting = [one for one in given if one is not None]
-            self._in_order(task, place, waiting + visit.inputs if place.recomputes else waiting)
+            self._in_order(task, place, waiting + inputs if place.recomputes else waiting)
             if place.recomputes:
-                outputs = self._compute(place, micro_batch, visit, records=True)
+                outputs = self._compute(place, micro_batch, records=True)
             _differentiate([pair for pair in zip(outputs, given) if pair[1] is not None])
-            if place in self._stats:
+            if place in self._moves:
                 self._take_stats(place, micro_batch)
             # MXNet may write another array than the one that was marked; none if the outputs do not depend on the input
-            for at, array in enumerate(visit.inputs):
-                if visit.gradients[at] is not None:
-                    visit.gradients[at] = array.grad if array._fresh_grad else None
-            self._last[place.device] = [one for one in (*visit.gradients, place.trained) if one is not None]
-        visit.outputs, visit.inputs = [], []  # the graph holds the activations, and goes with its outputs
+            for at, array in enumerate(inputs):
+                if gradients[at] is not None:
+                    gradients[at] = array.grad if array._fresh_grad else None
+            self._last[place.device] = [one for one in (*gradients, *place.gradient) if one is not None]
+        del micro_batch.outputs[number], micro_batch.inputs[number]  # the graph holds the activations, and goes with its outputs
         if part is not None:
             micro_batch.losses[part] = micro_batch.losses[part].detach()
             micro_batch.results[part] = map_leaves(lambda _, leaf: leaf.detach(), micro_batch.results[part])
 
     def _take_stats(self, place: _Place, micro_batch: _MicroBatch) -> None:
         """Note how far a pass has moved a stage's running statistics, and put them back."""
-        self._moves.setdefault(place, []).append(self._stats[place].take(sum(micro_batch.sizes)))
+        self._moves[place].append(place.stats.take(sum(micro_batch.sizes)))
 
-    def _gradients_of(self, place: _Place, micro_batch: _MicroBatch, count: int) -> List[Optional[Array]]:
+    def _gradients_of(self, place: _Place, micro_batch: _MicroBatch) -> List[Optional[Array]]:
         """Return the gradients of a stage's outputs on its device: the sums over all stages that read them."""
-        found: List[List[Array]] = [[] for _ in range(count)]  # by output: of each reader, in the order of its parts
+        found: List[List[Array]] = [[] for _ in micro_batch.outputs[place.number]]  # of each reader, in the order of its parts
         divided: Dict[int, List[Array]] = {}
         for reader in place.readers:
-            if reader.number not in micro_batch.visits:
-                continue  # a part without examples
-            sources = reader.stage.sources or [(place.number, at) for at in range(count)]
-            for (producer, at), gradient in zip(sources, micro_batch.visits[reader.number].gradients):
+            sources = self._pipeline.stages.sources(reader.number, micro_batch.outputs)
+            own = micro_batch.gradients.get(reader.number, ())  # none of a part without examples
+            for (producer, at), gradient in zip(sources, own):
                 if producer == place.number and gradient is not None:
                     (found[at] if reader.part is None else divided.setdefault(at, [])).append(gradient.copyto(place.device))
         for at, parts in divided.items():
@@ -382,7 +366,7 @@ class _Run:
     def _in_order(self, task: Task, place: _Place, arrays: Sequence[Array]) -> None:
         """Let a task wait for the one before it on the same device."""
         # the first task of a batch begins once the weights have been updated after the batch before
-        last = self._last.get(place.device) or place.updated
+        last = self._last.get(place.device) or place.weight
         queue_in_order(place.device, last, arrays, _mark(task, place.device, "begins"))
 
 

@@ -21,7 +21,7 @@ from ..trainer.trainer import Trainer
 from .dispatch import PipelinePasses
 from .recompute import Recomputed
 from .schedule import SCHEDULES
-from .stage import NETWORK, Stages, of_blocks
+from .stage import NETWORK, Stage, Stages
 
 
 class Pipeline(gluon.Block):  # type: ignore[misc]
@@ -120,10 +120,10 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         one_of("Pipeline", "schedule", schedule, SCHEDULES, advice="'1f1b' holds fewer activations.")
         flag("Pipeline", "recompute", recompute)
         self.schedule, self.recompute = schedule, recompute
-        self.stages = _checked_stages(stages)
-        self.devices = _checked_devices(ctx, self.stages)
-        self.num_parts = len(self.devices[0]) - len(self.stages) + 1
-        self.stages = self.stages.repeating_last(self.num_parts)
+        own = _checked_stages(stages)
+        self.devices = _checked_devices(ctx, own)
+        self.num_parts = len(self.devices[0]) - len(own) + 1
+        self.stages = Stages([*own, *own[-1:] * (self.num_parts - 1)], own.net, own.graph, own.costs)
         self.num_stages = len(self.stages)
         self.replica_contexts = [devices[0] for devices in self.devices]
         self.all_contexts = list(dict.fromkeys(context for devices in self.devices for context in devices))
@@ -136,18 +136,6 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
                 "are of whole micro-batches. Begin the stage behind the last BatchNorm."
             )
         self._place()
-
-    def part(self, stage: int) -> Optional[int]:
-        """Return which part of a micro-batch's loss a stage computes: 0 for the last stage; None for stages before it."""
-        part = stage - (self.num_stages - self.num_parts)
-        return part if part >= 0 else None
-
-    def producers(self, stage: int) -> List[int]:
-        """Return the stages whose outputs a stage reads."""
-        sources = self.stages[stage].sources
-        if sources is None:
-            return [stage - 1] if stage else []
-        return sorted({producer for producer, _ in sources if producer != NETWORK})
 
     def initialize(
         self,
@@ -185,11 +173,11 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         replica = self.replica_of(arrays[0].context)
         if autograd.is_recording():
             note_stages(self.devices[replica])
-        found: List[List[Array]] = []
+        outputs: Dict[int, List[Array]] = {NETWORK: arrays}
         for number in [*range(self.num_stages - self.num_parts), self.num_stages - 1]:
-            inputs = [one.as_in_context(self.devices[replica][number]) for one in self.stages.read(number, arrays, found)]
-            found.append(self.stages[number].run(inputs))
-        return self.stages.output(found[-1])
+            read = [outputs[producer][at] for producer, at in self.stages.sources(number, outputs)]
+            outputs[number] = self.stages[number].run([one.as_in_context(self.devices[replica][number]) for one in read])
+        return self.stages.output(outputs[self.num_stages - 1])
 
     def replica_of(self, context: Context) -> int:
         """Return the number of the replica whose data are on a device."""
@@ -200,10 +188,6 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
             f"Pipeline: got data on {context}; expected one of {self.replica_contexts}, where the first stage is. Move "
             "the data there."
         )
-
-    def trained(self, stage: int) -> List[gluon.Parameter]:
-        """Return a stage's parameters that have gradients."""
-        return [param for param in self._stage_params[stage] if param.grad_req != "null"]
 
     def make_passes(self, loss: Any, *, trainer: Optional[Trainer] = None) -> Passes:
         """Return the passes of a batch: scheduled ones for a trainer, forward ones without."""
@@ -254,7 +238,7 @@ def _checked_stages(stages: Any) -> Stages:
         )
     net = gluon.nn.Sequential(prefix="")
     net.add(*stages)
-    return of_blocks(stages, net)
+    return Stages(map(Stage, stages), net)
 
 
 def _checked_devices(ctx: Any, stages: Stages) -> List[List[Context]]:

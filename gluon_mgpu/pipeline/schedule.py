@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Dict, List, Sequence
+from typing import Dict, Hashable, List, Sequence
 
 SCHEDULES = ("1f1b", "gpipe")
 _COSTS = {"F": 1.0, "B": 2.0}  # a backward pass computes about twice as much as a forward pass
@@ -26,14 +26,14 @@ class Planned:
     """A task in a simulation: it begins and ends at these times, on this device."""
 
     task: Task
-    device: int
+    device: Hashable
     begin: float
     end: float
 
 
 def plan(
     sources: Sequence[Sequence[int]],
-    devices: Sequence[int],
+    devices: Sequence[Hashable],
     num_micro_batches: int,
     schedule: str = "1f1b",
 ) -> List[Planned]:
@@ -50,8 +50,8 @@ def plan(
     ----------
     sources : sequence of sequences of int
         For each stage, the stages whose outputs it reads, all of them earlier ones.
-    devices : sequence of int
-        For each stage, the number of its device. A device may have several stages.
+    devices : sequence of hashable
+        For each stage, its device, or a number for it. A device may have several stages.
     num_micro_batches : int
     schedule : str
         One of `SCHEDULES`.

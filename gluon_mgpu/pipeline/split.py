@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import accumulate
 from statistics import median
 from time import perf_counter
-from typing import Any, List, Sequence, Set, Tuple
+from typing import Any, Dict, List, Sequence, Set, Tuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
@@ -20,7 +20,7 @@ from ..errors import TrainerError
 from ..nested import Array, is_float, num_bytes
 from ..trainer.parameters import blocks_of, devices_of
 from ..trainer.precision import precision_of, set_precision
-from .stage import CutGraph, Stage, Stages, of_blocks
+from .stage import NETWORK, CutGraph, Stage, Stages
 
 BALANCES = ("time", "bytes")
 _MOST_PIECES = 48  # that are measured
@@ -78,11 +78,14 @@ def split_stages(
         _check_number(num_stages, len(layers), "layers")
         return _stages_of_layers(net, layers, num_stages, X, balance)
     try:
-        graph = trace(net, None, X, None) if isinstance(net, gluon.HybridBlock) else None
+        if not isinstance(net, gluon.HybridBlock):
+            raise NotCompilableError("it is not a HybridBlock")
+        graph = trace(net, None, X, None)
     except NotCompilableError as error:
-        raise _undivided(net, str(error)) from error
-    if graph is None:
-        raise _undivided(net, "it is not a HybridBlock")
+        raise TrainerError(
+            f"split_stages: got a {type(net).__name__} that cannot be divided: {error}; expected a Sequential, or a HybridBlock "
+            "that can be traced. Pass your own list of Blocks to Pipeline."
+        ) from error
     cut = CutGraph(graph, _names_of(data_parallel, net))
     if data_parallel and not (cut.operators and cut.last):
         raise TrainerError(
@@ -91,13 +94,11 @@ def split_stages(
         )
     places = _places(cut, max(num_stages, min(_MOST_PIECES, len(cut.operators))))
     _check_number(num_stages, len(places) + 1, "operators on its input")
-    pieces = cut.stages(places, net)
-    costs = _costs(pieces, X, balance)
-    after = costs[len(places) + 1 :]  # of the data-parallel stage
-    sizes = [len(cut.crossing(place)) for place in places]
-    chosen = _divide(costs[: len(places) + 1], num_stages, sizes)
+    costs = _costs(cut.stages(places, net), X, balance)
+    count = len(places) + 1  # without the data-parallel one
+    chosen = _divide(costs[:count], num_stages, [cut.num_crossing(place) for place in places])
     stages = cut.stages([places[at - 1] for at in chosen], net)
-    stages.costs = [*_sums(costs, [0, *chosen, len(places) + 1]), *after]
+    stages.costs = _sums(costs, [0, *chosen, count]) + costs[count:]
     return stages
 
 
@@ -120,22 +121,19 @@ def _names_of(blocks: Sequence[gluon.Block], net: gluon.Block) -> Set[str]:
 
 
 def _stages_of_layers(net: gluon.Block, layers: Sequence[gluon.Block], num_stages: int, X: Any, balance: str) -> Stages:
-    costs = _costs(of_blocks(layers, net), X, balance)
+    costs = _costs(Stages(map(Stage, layers), net), X, balance)
     bounds = [0, *_divide(costs, num_stages, [1] * (len(layers) - 1)), len(layers)]
-    is_hybridized, precision = bool(getattr(net, "_active", False)), precision_of(net)
-    blocks = []
+    precision = precision_of(net)
+    stages = Stages([], net, costs=_sums(costs, bounds))
     for begin, end in zip(bounds, bounds[1:]):
         part = layers[begin:end]
         kind = gluon.nn.HybridSequential if all(isinstance(layer, gluon.HybridBlock) for layer in part) else gluon.nn.Sequential
         block = kind(prefix="")
         block.add(*part)
-        if precision != "fp32":
-            set_precision(block, precision)
-        if is_hybridized:
-            block.hybridize(**{name: value for name, value in net._flags if not name.startswith("static_")})
-        blocks.append(block)
-    stages = of_blocks(blocks, net)
-    stages.costs = _sums(costs, bounds)
+        set_precision(block, precision)
+        if getattr(net, "_active", False):
+            block.hybridize(**dict(net._flags))  # Pipeline takes the static ones away
+        stages.append(Stage(block))
     return stages
 
 
@@ -161,7 +159,7 @@ def _places(cut: CutGraph, num_pieces: int) -> List[int]:
     for begin, end in zip(bounds[:-1], bounds[1:-1]):
         choices = [place for place in range(begin + 1, end + 1) if cut.is_after_data(place)]
         if choices:
-            places.append(min(choices, key=lambda place: (len(cut.crossing(place)), -place)))
+            places.append(min(choices, key=lambda place: (cut.num_crossing(place), -place)))
     return places
 
 
@@ -195,23 +193,17 @@ def _costs(pieces: Stages, X: Any, balance: str) -> List[float]:
     if balance == "bytes":
         found = {id(param): piece for piece in reversed(pieces) for param in piece.params()}  # the first one that uses it
         return [float(sum(num_bytes(p) for p in piece.params() if found[id(p)] is piece)) for piece in pieces]
-    arrays = pieces.inputs(X)
-    outputs: List[List[Array]] = []
+    outputs: Dict[int, List[Array]] = {NETWORK: pieces.inputs(X)}
     costs = []
     for number, piece in enumerate(pieces):
-        inputs = [array.detach() for array in pieces.read(number, arrays, outputs)]
-        results, seconds = _timed(piece, inputs, is_first=number == 0)
-        outputs.append(results)
+        inputs = [outputs[producer][at].detach() for producer, at in pieces.sources(number, outputs)]
+        outputs[number], seconds = _timed(piece, inputs, is_first=number == 0)
         costs.append(seconds)
-    return _agreed(costs)
-
-
-def _agreed(costs: List[float]) -> List[float]:
-    """Return the costs that process 0 has measured: the processes of a job exchange the gradients of equal stages."""
     processes = group()
     if processes is None:
         return costs
-    return json.loads(processes.all_gather_bytes(json.dumps(costs).encode())[0])
+    first = processes.all_gather_bytes(json.dumps(costs).encode())[0]  # processes exchange the gradients of equal stages
+    return json.loads(first)
 
 
 def _timed(piece: Stage, inputs: List[Array], *, is_first: bool) -> Tuple[List[Array], float]:
@@ -246,10 +238,3 @@ def _check_number(num_stages: int, most: int, what: str) -> None:
             f"split_stages: got num_stages={num_stages} for a network of {most} {what}; expected at most {most}. Use fewer "
             "devices."
         )
-
-
-def _undivided(net: gluon.Block, reason: str) -> TrainerError:
-    return TrainerError(
-        f"split_stages: got a {type(net).__name__} that cannot be divided: {reason}; expected a Sequential, or a HybridBlock "
-        "that can be traced. Pass your own list of Blocks to Pipeline."
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import AbstractSet, Any, Callable, Collection, Dict, FrozenSet, Iterable, List, Optional, Sequence, Set, Tuple
+from typing import AbstractSet, Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -12,7 +12,7 @@ from mxnet import gluon
 
 from ..data_parallel.graph import Graph, inputs_of, may_draw
 from ..errors import TrainerError
-from ..nested import Array, is_device_array, leaves, map_leaves
+from ..nested import Array, leaves, map_leaves
 from ..trainer.precision import precision_of, reduce_precision
 
 NETWORK = -1  # as a producer: the network's own inputs
@@ -26,8 +26,6 @@ class Stage:
     Attributes
     ----------
     block : gluon.Block
-    run : callable (list of NDArray) -> list of NDArray
-        From the arrays of `sources` to the stage's outputs.
     sources : list of (int, int), optional
         Where its inputs come from: the number of an earlier stage, or `NETWORK`, and the number of the output. None for all
         outputs of the stage before; of the first stage, all inputs of the network.
@@ -37,14 +35,24 @@ class Stage:
         The parameters that each of its inputs depends on; None: all that come from other stages depend on some.
     is_data_parallel : bool
         Whether all devices compute it, each for its part of a micro-batch: only the last stage.
+    form : nested data, optional
+        In which the block takes its inputs, the network's latest ones; None if they are its arguments.
     """
 
     block: gluon.Block
-    run: Callable[[List[Array]], List[Array]]
     sources: Optional[List[Source]] = None
     draws: Optional[bool] = None
     depends: Optional[List[List[gluon.Parameter]]] = None
     is_data_parallel: bool = False
+    form: Any = None
+
+    def run(self, arrays: Sequence[Array]) -> List[Array]:
+        """Return the stage's outputs, from the arrays of its sources."""
+        if self.form is not None:
+            rest = iter(arrays)
+            arrays = [map_leaves(lambda _, leaf: next(rest), self.form)]
+        found = self.block(*arrays)
+        return list(found) if isinstance(found, (list, tuple)) else [found]
 
     def gradients_for(self, count: int, *, is_first: bool) -> List[bool]:
         """Return which of so many inputs get gradients, if they hold floats."""
@@ -65,64 +73,41 @@ class Stages(List[Stage]):
     net : gluon.Block
         The network, whose structural names the parameters keep.
     graph : Graph, optional
-        The network's graph, if the stages are parts of it.
+        The network's graph, if the stages are parts of it. Otherwise the first one is called with the network's input, each other
+        one with the outputs before it.
     costs : list of float
         The cost of each stage, as `split_stages` found it: seconds, or bytes. Empty for your own blocks. That of a data-parallel
         stage is for a whole micro-batch on one device.
     """
 
-    def __init__(self, stages: Iterable[Stage], net: gluon.Block, graph: Optional[Graph] = None) -> None:
+    def __init__(
+        self, stages: Iterable[Stage], net: gluon.Block, graph: Optional[Graph] = None, costs: Sequence[float] = ()
+    ) -> None:
         super().__init__(stages)
-        self.net, self.graph = net, graph
-        self.costs: List[float] = []
-        self._form: Any = None  # of the latest inputs
-
-    def repeating_last(self, count: int) -> Stages:
-        """Return these stages with the last one so many times, once for each device that computes a part of it."""
-        if count == 1:
-            return self
-        stages = Stages([*self, *[self[-1]] * (count - 1)], self.net, self.graph)
-        stages.costs = self.costs
-        return stages
+        self.net, self.graph, self.costs = net, graph, list(costs)
 
     def inputs(self, X: Any) -> List[Array]:
         """Return the arrays of a shard that the first stages read."""
         if self.graph is not None:
             return inputs_of(self.net, X)
-        self._form = X
+        self[0].form = X
         return [leaf for _, leaf in leaves(X)]
 
-    def read(self, number: int, arrays: Sequence[Array], found: Sequence[Sequence[Array]]) -> List[Array]:
-        """Return the arrays that a stage reads, of the network's inputs and the outputs of earlier stages, on their devices."""
-        sources = self[number].sources
-        if sources is None:
-            return list(found[number - 1] if number else arrays)
-        return [arrays[at] if producer == NETWORK else found[producer][at] for producer, at in sources]
+    def sources(self, number: int, outputs: Mapping[int, Sequence[Array]]) -> List[Source]:
+        """Return where a stage's inputs come from: of the outputs of the stages before it, and of `NETWORK`, its inputs."""
+        before = number - 1  # of the first stage, NETWORK
+        return self[number].sources or [(before, at) for at in range(len(outputs[before]))]
+
+    def producers(self, number: int) -> List[int]:
+        """Return the stages whose outputs a stage reads."""
+        sources = self[number].sources or [(number - 1, 0)]
+        return sorted({producer for producer, _ in sources if producer != NETWORK})
 
     def output(self, arrays: Sequence[Array]) -> Any:
         """Return the network's output in its own form, from the outputs of the last stage."""
         if self.graph is not None:
             return self.graph.outputs(arrays)
         return arrays[0] if len(arrays) == 1 else tuple(arrays)
-
-
-def of_blocks(blocks: Sequence[gluon.Block], net: gluon.Block) -> Stages:
-    """Return stages of blocks. The first one is called with the network's input, each other one with the outputs before it."""
-    stages = Stages([], net)
-
-    def runner(number: int, block: gluon.Block) -> Callable[[List[Array]], List[Array]]:
-        def run(arrays: List[Array]) -> List[Array]:
-            if number == 0:
-                rest = iter(arrays)
-                arrays = [map_leaves(lambda _, leaf: next(rest), stages._form)]
-            found = block(*arrays)
-            return list(found) if isinstance(found, (list, tuple)) else [found]
-
-        return run
-
-    for number, block in enumerate(blocks):
-        stages.append(Stage(block, runner(number, block)))
-    return stages
 
 
 def draws_numbers(block: gluon.Block, inputs: Sequence[Array]) -> bool:
@@ -152,40 +137,31 @@ def check_outputs(operation: str, block: gluon.Block, inputs: Sequence[Array]) -
 
 
 class GraphStage(gluon.Block):  # type: ignore[misc]
-    """A part of a network's graph.
+    """A part of a network's graph. It takes what its symbol reads besides parameters, and returns legacy arrays.
 
     Parameters
     ----------
     symbol : mxnet.symbol.Symbol
-    inputs : list of str
     params : dict of str to gluon.Parameter
     bulk_sizes : dict
         Options of `hybridize`.
     """
 
-    def __init__(
-        self, symbol: Any, inputs: Sequence[str], params: Dict[str, gluon.Parameter], bulk_sizes: Dict[str, Any]
-    ) -> None:
+    def __init__(self, symbol: Any, params: Dict[str, gluon.Parameter], bulk_sizes: Dict[str, Any]) -> None:
         super().__init__(prefix="")
-        self._inputs = {name: at for at, name in enumerate(inputs)}
-        self._names = symbol.list_inputs()
-        self._own = {name: params[name] for name in self._names if name in params}
+        self._read = [params.get(name) for name in symbol.list_inputs()]
         self._operator = mx.nd.CachedOp(symbol, [*bulk_sizes.items(), ("inline_limit", 0)])
 
     def collect_params(self, select: Optional[str] = None) -> Dict[str, gluon.Parameter]:
         """Return the parameters that this part uses."""
-        return dict(self._own)
+        return {param.name: param for param in self._read if param is not None}
 
-    def forward(self, *arrays: Array) -> List[Array]:
-        """Return the outputs, as legacy arrays, from arrays in the order of `inputs`."""
-        context = arrays[0].context
-        given = [
-            arrays[self._inputs[name]].as_nd_ndarray() if name in self._inputs else self._own[name].data(context).as_nd_ndarray()
-            for name in self._names
-        ]
+    def __call__(self, *arrays: Array) -> Any:
+        """Return the outputs. Gluon's own `__call__` would expect arrays of the current mode."""
+        context, rest = arrays[0].context, iter(arrays)
+        given = [(next(rest) if param is None else param.data(context)).as_nd_ndarray() for param in self._read]
         with mx.util.np_array(False):
-            found = self._operator(*given)
-        return [found] if is_device_array(found) else list(found)
+            return self._operator(*given)
 
 
 Entry = Tuple[int, int]  # a node's number, and its output's
@@ -211,16 +187,18 @@ class CutGraph:
 
     def __init__(self, graph: Graph, data_parallel: AbstractSet[str] = frozenset()) -> None:
         self.graph = graph
-        self._document = json.loads(graph.symbol.tojson())  # without the casts of a lower precision: parts pass on float32
-        self._nodes: List[Dict[str, Any]] = self._document["nodes"]
-        self._heads: List[Entry] = [(head[0], head[1]) for head in self._document["heads"]]
+        document = json.loads(graph.symbol.tojson())  # without the casts of a lower precision: parts pass on float32
+        self._nodes: List[Dict[str, Any]] = document["nodes"]
+        self._attributes = document.get("attrs", {})
+        self._heads: List[Entry] = [(head[0], head[1]) for head in document["heads"]]
+        self._reads: List[List[Entry]] = [[(one[0], one[1]) for one in node["inputs"]] for node in self._nodes]
+        self._depends: List[Set[str]] = []  # the names of the parameters and inputs that each node depends on
+        for node, read in zip(self._nodes, self._reads):  # in the order of computation
+            own = {node["name"]} if node["op"] == "null" else set()
+            self._depends.append(own.union(*(self._depends[number] for number, _ in read)))
         operators = [number for number, node in enumerate(self._nodes) if node["op"] != "null"]
-        self._reads_data = self._after(operators, graph.inputs)
-        self._reads_params: Dict[int, FrozenSet[str]] = {}
-        for number, node in enumerate(self._nodes):
-            own = {node["name"]} if node["name"] in graph.params else set()
-            self._reads_params[number] = frozenset(own).union(*(self._reads_params[one] for one, _ in self._reads(number)))
-        after = self._joined(operators, self._after(operators, data_parallel))
+        after = {number for number in operators if not self._depends[number].isdisjoint(data_parallel)}
+        after = self._joined(operators, after) if after else after
         self.operators = [number for number in operators if number not in after]
         self.last = [number for number in operators if number in after]
 
@@ -229,13 +207,13 @@ class CutGraph:
 
         A part of operators on parameters alone would have no input: no device, and no place in a schedule.
         """
-        return self.operators[place - 1] in self._reads_data
+        return self._is_after_data(self.operators[place - 1])
 
-    def crossing(self, place: int) -> List[Entry]:
-        """Return the arrays that operators from number `place` on read, of those before."""
+    def num_crossing(self, place: int) -> int:
+        """Return how many arrays operators from number `place` on read, of those before."""
         before = set(self.operators[:place])
-        read = [entry for number in self.operators[place:] + self.last for entry in self._reads(number)] + self._heads
-        return sorted({entry for entry in read if entry[0] in before})
+        read = self._read_by(self.operators[place:] + self.last) + self._heads
+        return len({entry for entry in read if entry[0] in before})
 
     def stages(self, places: Sequence[int], net: gluon.Block) -> Stages:
         """Return the stages between these places: positions in `operators`, without the first and the last."""
@@ -243,101 +221,68 @@ class CutGraph:
         parts = [self.operators[begin:end] for begin, end in zip(bounds, bounds[1:])]
         parts += [self.last] if self.last else []
         home = {number: stage for stage, part in enumerate(parts) for number in part}
-        wanted: List[List[Entry]] = [[] for _ in parts]  # the outputs of each stage that others read
+        names = self.graph.inputs
+        variables = [number for number, node in enumerate(self._nodes) if node["name"] in names]
+        sources: Dict[Entry, Source] = {(at, 0): (NETWORK, names.index(self._nodes[at]["name"])) for at in variables}
+        outputs: List[List[Entry]] = [[] for _ in parts]
         for stage, part in enumerate(parts):
-            for entry in [entry for number in part for entry in self._reads(number)] + self._heads * (stage == len(parts) - 1):
-                source = home.get(entry[0])
-                if source is not None and source != stage and entry not in wanted[source]:
-                    wanted[source].append(entry)
+            for entry in self._read_by(part) + self._heads * (stage == len(parts) - 1):
+                source = home.get(entry[0], stage)
+                if source != stage and entry not in sources:
+                    sources[entry] = source, len(outputs[source])
+                    outputs[source].append(entry)
+        outputs[-1] = self._heads
         precision = precision_of(net)
-        stages = [
-            self._stage(stage, part, home, wanted, precision, is_last=stage == len(parts) - 1) for stage, part in enumerate(parts)
-        ]
+        stages = [self._stage(*own, sources, precision) for own in zip(parts, outputs)]
         stages[-1].is_data_parallel = bool(self.last)
         return Stages(stages, net, self.graph)
 
-    def _after(self, operators: Sequence[int], names: Collection[str]) -> Set[int]:
-        """Return the variables of these names, and the operators that depend on them."""
-        found = {number for number, node in enumerate(self._nodes) if node["name"] in names}
-        for number in operators:  # in the order of computation
-            if any(source in found for source, _ in self._reads(number)):
-                found.add(number)
-        return found
+    def _is_after_data(self, number: int) -> bool:
+        return not self._depends[number].isdisjoint(self.graph.inputs)
 
     def _joined(self, operators: Sequence[int], last: Set[int]) -> Set[int]:
         """Return the last stage with the operators that read only what it reads anyway, for it alone: fewer arrays cross."""
-        crossing = {entry for number in last for entry in self._reads(number)}
-        others = {entry[0] for number in set(operators) - last for entry in self._reads(number)}.union(
-            head[0] for head in self._heads
-        )
-        alone = {number for number in operators if number not in others and crossing.issuperset(self._reads(number))}
-        return last | (alone if last else set())
+        crossing = set(self._read_by(last))
+        others = {number for number, _ in self._read_by(set(operators) - last) + self._heads}
+        alone = {number for number in operators if number not in others and crossing.issuperset(self._reads[number])}
+        return last | alone
 
-    def _reads(self, number: int) -> List[Entry]:
-        return [(one[0], one[1]) for one in self._nodes[number]["inputs"]]
+    def _read_by(self, numbers: Iterable[int]) -> List[Entry]:
+        return [entry for number in numbers for entry in self._reads[number]]
 
-    def _stage(
-        self,
-        stage: int,
-        part: Sequence[int],
-        home: Dict[int, int],
-        wanted: List[List[Entry]],
-        precision: str,
-        *,
-        is_last: bool,
-    ) -> Stage:
-        nodes: List[Dict[str, Any]] = []
-        places: Dict[Entry, Entry] = {}  # of what has been added
-        inputs: List[str] = []
-        sources: List[Source] = []
-        depends: List[List[gluon.Parameter]] = []
+    def _stage(self, part: Sequence[int], outputs: Sequence[Entry], sources: Mapping[Entry, Source], precision: str) -> Stage:
+        """Return the stage that computes some operators: their graph, with a variable for each array from elsewhere."""
+        # the nodes keep their numbers; MXNet leaves out those that no output depends on
+        nodes = [node if node["op"] == "null" else {"op": "null", "name": "", "inputs": []} for node in self._nodes]
+        entries: Dict[str, Entry] = {}  # by the names of these variables
+        places: Dict[Entry, List[int]] = {}
 
-        def found(entry: Entry) -> List[int]:
-            number, output = entry
-            if entry not in places:
-                node = self._nodes[number]
-                if node["op"] == "null":
-                    nodes.append(dict(node))
-                    name = node["name"]
-                    if name in self.graph.inputs:
-                        inputs.append(name)
-                        sources.append((NETWORK, self.graph.inputs.index(name)))
-                        depends.append([])
-                else:  # of an earlier stage
-                    name = f"from{number}_{output}"
-                    nodes.append({"op": "null", "name": name, "inputs": []})
-                    inputs.append(name)
-                    sources.append((home[number], wanted[home[number]].index(entry)))
-                    depends.append([self.graph.params[name] for name in self._reads_params[number]])
-                places[entry] = (len(nodes) - 1, 0)
-            return [*places[entry], 0]
-
-        def copied(place: List[int]) -> List[int]:
-            nodes.append({"op": "_copy", "name": f"copy{len(nodes)}", "inputs": [place]})
+        def added(op: str, name: str, read: List[List[int]]) -> List[int]:
+            nodes.append({"op": op, "name": name, "inputs": read})
             return [len(nodes) - 1, 0, 0]
 
+        def copied(place: List[int]) -> List[int]:
+            return added("_copy", f"copy{len(nodes)}", [place])
+
+        for number, output in sources:
+            if number not in part:
+                name = f"from{number}_{output}"
+                entries[name], places[number, output] = (number, output), added("null", name, [])
         for number in part:
-            read = [found(entry) for entry in self._reads(number)]
-            if number not in self._reads_data:  # of two parameters with one gradient, or with an output's, MXNet would lose one
+            read = [places.get(entry, [*entry, 0]) for entry in self._reads[number]]
+            if not self._is_after_data(number):  # of two parameters with one gradient, or with an output's, MXNet would lose one
                 read = [copied(place) if nodes[place[0]]["op"] == "null" else place for place in read]
-            nodes.append({**self._nodes[number], "inputs": read})
-            for output in range(_MOST_OUTPUTS):
-                places[number, output] = (len(nodes) - 1, output)
-
+            nodes[number] = {**self._nodes[number], "inputs": read}
         # with one gradient for an output and an input, MXNet loses it or fails
-        heads = [copied(found(entry)) for entry in (self._heads if is_last else wanted[stage])]
-        document = {
-            "nodes": nodes,
-            "arg_nodes": [at for at, node in enumerate(nodes) if node["op"] == "null"],
-            "heads": heads,
-            "attrs": self._document.get("attrs", {}),
-        }
+        heads = [copied(places.get(entry, [*entry, 0])) for entry in outputs]
+        document = {"nodes": nodes, "arg_nodes": [], "heads": heads, "attrs": self._attributes}
         symbol = mx.sym.load_json(json.dumps(document))
-        if precision != "fp32":
-            symbol = reduce_precision(symbol, precision, dict.fromkeys(inputs, np.float32))  # MXNet casts no integers
-        block = GraphStage(symbol, inputs, self.graph.params, self.graph.bulk_sizes)
+        if precision != "fp32":  # MXNet casts no integers
+            types = {name: np.float32 for name in symbol.list_inputs() if name in entries}
+            symbol = reduce_precision(symbol, precision, types)
+        read_entries = [entries[name] for name in symbol.list_inputs() if name in entries]
+        params = self.graph.params
+        depends = [[params[name] for name in self._depends[number] if name in params] for number, _ in read_entries]
+        block = GraphStage(symbol, params, self.graph.bulk_sizes)
         draws = any(may_draw(self._nodes[number]) for number in part)
-        return Stage(block, lambda arrays: block.forward(*arrays), sources, draws, depends)
-
-
-_MOST_OUTPUTS = 64  # of one operator
+        return Stage(block, [sources[entry] for entry in read_entries], draws, depends)

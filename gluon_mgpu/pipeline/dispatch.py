@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from operator import is_, itemgetter
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
@@ -24,7 +24,7 @@ from ..runtime.profiler import Recording, task_mark
 from ..trainer.gradients import empty_pass, note_parts, one_pass
 from ..trainer.running_stats import StatsOfParts, is_running_stat, note_examples, statistics_slabs
 from ..trainer.trainer import Trainer
-from .schedule import Planned, Task, plan
+from .schedule import Task, plan
 from .stage import NETWORK, Source, check_outputs, draws_numbers
 
 
@@ -36,7 +36,7 @@ class _MicroBatch:
     ----------
     shard : int
         The position of its first label in the batch.
-    ys : list
+    ys : sequence
         Its label, or the parts of it if several devices share the last stage.
     sizes : list of int
         The examples of each part; [0] for a batch that is not divided.
@@ -51,12 +51,12 @@ class _MicroBatch:
     apart : set of (int, int)
         Outputs that are inputs without a gradient, which their stage has passed on.
     losses, results : dict of int to NDArray
-        Loss and network's output of each part.
+        Loss and network's output of each part, without their graph.
     """
 
     shard: int
     X: Any
-    ys: List[Any]
+    ys: Sequence[Any]
     sizes: List[int]
     outputs: Dict[int, List[Array]]
     seeds: List[int] = field(default_factory=list)
@@ -77,8 +77,6 @@ class _Place:
         Which part of a micro-batch it computes, if it is the last stage.
     params : list of gluon.Parameter
         Those that have gradients.
-    weight, gradient : list of NDArray
-        The first parameter's, if there is one.
     trained : set of int
         The stages whose outputs it reads that have a backward pass.
     needs_backward : bool
@@ -93,8 +91,6 @@ class _Place:
         self.part = part if part >= 0 else None
         params = self.stage.params()
         self.params = [param for param in params if param.grad_req != "null"]
-        self.weight: List[Array] = [param.data(device) for param in self.params[:1]]
-        self.gradient: List[Array] = [param.grad(device) for param in self.params[:1]]
         producers = [former[producer] for producer in pipeline.stages.producers(number)]
         self.trained = {place.number for place in producers if place.needs_backward}
         self.needs_backward = bool(self.params or self.trained)
@@ -124,12 +120,15 @@ class PipelinePasses(Passes):
     def __init__(self, pipeline: Any, loss: Any, trainer: Optional[Trainer] = None) -> None:
         super().__init__(pipeline, loss, trains=trainer is not None)
         self.pipeline, self._trainer = pipeline, trainer
-        self._plans: Dict[int, List[Planned]] = {}  # by the number of micro-batches
+        sources = [pipeline.stages.producers(stage) for stage in range(pipeline.num_stages)]
+        # the tasks of so many micro-batches on one replica
+        self._plan = lru_cache(maxsize=None)(partial(plan, sources, pipeline.devices[0], schedule=pipeline.schedule))
         self._places: List[List[_Place]] = []  # by the replica
         self._params = list(pipeline.collect_params().values())
         self._known: List[Any] = []  # what the places depend on
         self._shares = False  # whether two stages on one device add to a parameter's gradient
-        self._sizes: List[List[int]] = []  # of each micro-batch: the examples of its parts, if it is divided
+        # of each micro-batch: its replica, and the examples of its parts, or [0] if it is not divided
+        self._divided: List[Tuple[int, List[int]]] = []
 
     def arrange(self, operation: str, Xs: List[Any], ys: List[Any], batch_axis: Any) -> Tuple[List[Any], List[Any]]:
         """Return one item for each part of each micro-batch, instead of one per replica: all of X, and its part of the labels."""
@@ -138,16 +137,17 @@ class PipelinePasses(Passes):
         label_axis = batch_axis[1] if isinstance(batch_axis, (list, tuple)) else batch_axis
         num_micro_batches, num_parts = (1, 1) if self._trainer is None else (pipeline.micro_batches, pipeline.num_parts)
         is_divided = num_micro_batches > 1 or num_parts > 1
-        self._sizes = []
+        self._divided = []
         for X, y in zip(Xs, ys):
             batches = [(X, y)]
             if num_micro_batches > 1:
                 batches = split_data((X, y), num_micro_batches, batch_axis, even_split=False)
-            devices = pipeline.devices[self._replica(X)][-num_parts:]
+            replica = pipeline.replica_of(next(leaf for _, leaf in leaves(X)).context)
             for one, label in batches:
                 labels = [label] if num_parts == 1 else split_data(label, num_parts, label_axis, even_split=False)
-                self._sizes.append([count_examples(operation, part, label_axis) if is_divided else 0 for part in labels])
-                for device, part in zip(devices, labels):
+                sizes = [count_examples(operation, part, label_axis) if is_divided else 0 for part in labels]
+                self._divided.append((replica, sizes))
+                for device, part in zip(pipeline.devices[replica][-num_parts:], labels):
                     arranged[0].append(one)
                     arranged[1].append(map_leaves(partial(_moved, device), part))
         return arranged
@@ -159,10 +159,12 @@ class PipelinePasses(Passes):
         if is_synchronised(self.pipeline.net):
             raise refusal(operation, "Pipeline", "synchronised BatchNorm")
         micro_batches: List[_MicroBatch] = []
+        own: Dict[int, List[_MicroBatch]] = {}  # by the replica
         shard = 0
-        for sizes in self._sizes:
-            X, own_ys = Xs[shard], list(ys[shard : shard + len(sizes)])
-            micro_batches.append(_MicroBatch(shard, X, own_ys, sizes, {NETWORK: self.pipeline.stages.inputs(X)}))
+        for replica, sizes in self._divided:
+            X, parts = Xs[shard], ys[shard : shard + len(sizes)]
+            micro_batches.append(_MicroBatch(shard, X, parts, sizes, {NETWORK: self.pipeline.stages.inputs(X)}))
+            own.setdefault(replica, []).append(micro_batches[-1])
             shard += len(sizes)
         scale = 1.0 if self._trainer.loss_scaler is None else self._trainer.loss_scaler.begin()
         if not micro_batches:
@@ -171,10 +173,7 @@ class PipelinePasses(Passes):
             return [], []
         self._seed(micro_batches)
         run = _Run(operation, self.pipeline, self._loss, scale)
-        own: Dict[int, List[_MicroBatch]] = {}  # by the replica
-        for one in micro_batches:
-            own.setdefault(self._replica(one.X), []).append(one)
-        planned = [(one.begin, replica, one.task) for replica, ones in own.items() for one in self.plan(len(ones))]
+        planned = [(one.begin, replica, one.task) for replica, ones in own.items() for one in self._plan(len(ones))]
         planned.sort(key=itemgetter(0, 1))
         places = self._prepared()
         adds = self.pipeline.micro_batches > 1 or self._shares
@@ -183,19 +182,11 @@ class PipelinePasses(Passes):
         if adds:
             note_parts(self._trainer.gradients)
         note_examples(examples.items(), self._params)
-        parts = [(one, part) for one in micro_batches for part in range(len(one.ys))]
-        return [one.results[part] for one, part in parts], [one.losses[part] for one, part in parts]
+        found = [(one.results[part], one.losses[part]) for one in micro_batches for part in range(len(one.ys))]
+        return [result for result, _ in found], [loss for _, loss in found]
 
     def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
         """Do nothing: the forward passes have dispatched the backward passes, as the schedule alternates them."""
-
-    def plan(self, num_micro_batches: int) -> List[Planned]:
-        """Return the tasks of so many micro-batches on one replica."""
-        if num_micro_batches not in self._plans:
-            pipeline = self.pipeline
-            sources = [pipeline.stages.producers(stage) for stage in range(pipeline.num_stages)]
-            self._plans[num_micro_batches] = plan(sources, pipeline.devices[0], num_micro_batches, pipeline.schedule)
-        return self._plans[num_micro_batches]
 
     def _prepared(self) -> List[List[_Place]]:
         """Return the stages of each replica on their devices."""
@@ -210,10 +201,6 @@ class PipelinePasses(Passes):
             trained = [(place.device, id(param)) for places in self._places for place in places for param in place.params]
             self._shares = len(set(trained)) < len(trained)
         return self._places
-
-    def _replica(self, X: Any) -> int:
-        first = X if is_device_array(X) else next(leaf for _, leaf in leaves(X))
-        return self.pipeline.replica_of(first.context)
 
     def _seed(self, micro_batches: Sequence[_MicroBatch]) -> None:
         """Draw a seed for each task, so that its random numbers depend neither on the schedule nor on recomputation."""
@@ -265,7 +252,7 @@ class _Run:
             what, shard, y = f"stage {task.stage - part}", micro_batch.shard + part, micro_batch.ys[part]
             raise_named(error, self._operation, what, shard, micro_batch.X, y)
         if Recording.is_on:
-            queue_in_order(place.device, self._last[place.device], [], _mark(task, place.device, "ends"))
+            queue_in_order(place.device, self._last[place.device], [], task_mark(str(task), str(place.device), "ends"))
 
     def _forward(self, task: Task, place: _Place, micro_batch: _MicroBatch) -> None:
         self._read(place, micro_batch)
@@ -313,9 +300,11 @@ class _Run:
             # a stage may pass an input on: its gradient then flows through an operator, like that of other outputs
             outputs: List[Array] = [one.copy() if id(one) in by_array else one for one in found]
             if part is not None:
-                micro_batch.results[part] = self._pipeline.stages.output(outputs)
-                micro_batch.losses[part] = self._loss(micro_batch.results[part], micro_batch.ys[part])
-                outputs = [*outputs, micro_batch.losses[part]]
+                output = self._pipeline.stages.output(outputs)
+                loss = self._loss(output, micro_batch.ys[part])
+                micro_batch.results[part] = map_leaves(lambda _, leaf: leaf.detach(), output)
+                micro_batch.losses[part] = loss.detach()
+                outputs = [*outputs, loss]
         return outputs
 
     def _backward(self, task: Task, place: _Place, micro_batch: _MicroBatch) -> None:
@@ -339,11 +328,9 @@ class _Run:
             for at, array in enumerate(inputs):
                 if gradients[at] is not None:
                     gradients[at] = array.grad if array._fresh_grad else None
-            self._last[place.device] = [one for one in (*gradients, *place.gradient) if one is not None]
+            own = [param.grad(place.device) for param in place.params[:1]]
+            self._last[place.device] = [one for one in gradients + own if one is not None]
         del micro_batch.outputs[number], micro_batch.inputs[number]  # the graph holds the activations, and goes with its outputs
-        if part is not None:
-            micro_batch.losses[part] = micro_batch.losses[part].detach()
-            micro_batch.results[part] = map_leaves(lambda _, leaf: leaf.detach(), micro_batch.results[part])
 
     def _take_stats(self, place: _Place, micro_batch: _MicroBatch) -> None:
         """Note how far a pass has moved a stage's running statistics, and put them back."""
@@ -366,13 +353,9 @@ class _Run:
     def _in_order(self, task: Task, place: _Place, arrays: Sequence[Array]) -> None:
         """Let a task wait for the one before it on the same device."""
         # the first task of a batch begins once the weights have been updated after the batch before
-        last = self._last.get(place.device) or place.weight
-        queue_in_order(place.device, last, arrays, _mark(task, place.device, "begins"))
-
-
-def _mark(task: Task, device: Context, edge: str) -> str:
-    """Return a name for MXNet's profiler while it records, otherwise none."""
-    return task_mark(str(task), str(device), edge) if Recording.is_on else ""
+        last = self._last.get(place.device) or [param.data(place.device) for param in place.params[:1]]
+        name = task_mark(str(task), str(place.device), "begins") if Recording.is_on else ""
+        queue_in_order(place.device, last, arrays, name)
 
 
 def _part(array: Array, part: Optional[int], sizes: Sequence[int]) -> Array:

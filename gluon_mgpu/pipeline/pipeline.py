@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Union
 
 from mxnet import Context, autograd, gluon
 from mxnet.initializer import Uniform
@@ -129,8 +129,7 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         self.all_contexts = list(dict.fromkeys(context for devices in self.devices for context in devices))
         self.net = self.stages.net  # registers it: its layers are found, its structural names are the pipeline's
         _use_dynamic_memory(self.net, self.stages)
-        self._stage_params = [stage.params() for stage in self.stages]
-        if self.num_parts > 1 and any(map(is_running_stat, self._stage_params[-1])):
+        if self.num_parts > 1 and any(map(is_running_stat, self.stages[-1].params())):
             raise TrainerError(
                 "Pipeline: got BatchNorm in the data-parallel stage; expected it in the stages before, as its running statistics "
                 "are of whole micro-batches. Begin the stage behind the last BatchNorm."
@@ -153,9 +152,8 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         """
         if ctx is not None:
             raise TrainerError(f"Pipeline.initialize: got ctx={short(ctx)}; expected none. The pipeline's stages have devices.")
-        default = Uniform() if init is None else init
-        for param, contexts in self._contexts():
-            param.initialize(None, contexts, default, force_reinit)
+        for param, contexts in self._contexts().items():
+            param.initialize(None, contexts, init or Uniform(), force_reinit)
 
     def hybridize(self, active: bool = True, **options: Any) -> None:
         """Hybridize the stages. `static_alloc` and `static_shape` are ignored: several micro-batches are in a stage at a time."""
@@ -181,9 +179,8 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
 
     def replica_of(self, context: Context) -> int:
         """Return the number of the replica whose data are on a device."""
-        for number, first in enumerate(self.replica_contexts):
-            if first == context:
-                return number
+        if context in self.replica_contexts:
+            return self.replica_contexts.index(context)
         raise TrainerError(
             f"Pipeline: got data on {context}; expected one of {self.replica_contexts}, where the first stage is. Move "
             "the data there."
@@ -198,33 +195,30 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         lines = [f"Pipeline({self.micro_batches} micro-batches, {self.schedule}{', recompute' * self.recompute})"]
-        for number, params in enumerate(self._stage_params):
+        for number, stage in enumerate(self.stages):
             places = ", ".join(str(devices[number]) for devices in self.devices)
-            lines.append(f"  stage {number} on {places}: {len(params)} parameters")
+            lines.append(f"  stage {number} on {places}: {len(stage.params())} parameters")
         return "\n".join(lines)
 
-    def _contexts(self) -> List[Tuple[gluon.Parameter, List[Context]]]:
+    def _contexts(self) -> Dict[gluon.Parameter, List[Context]]:
         """Return each parameter with the devices of the stages that use it, replica by replica."""
-        found: Dict[int, Tuple[gluon.Parameter, List[Context]]] = {}
+        found: Dict[gluon.Parameter, List[Context]] = {}
         for devices in self.devices:
-            for params, device in zip(self._stage_params, devices):
-                for param in params:
-                    contexts = found.setdefault(id(param), (param, []))[1]
-                    if device not in contexts:
-                        contexts.append(device)
-        return list(found.values())
+            for stage, device in zip(self.stages, devices):
+                for param in stage.params():
+                    found.setdefault(param, []).append(device)
+        return {param: list(dict.fromkeys(contexts)) for param, contexts in found.items()}
 
     def _place(self) -> None:
         """Move the initialised parameters to the devices of their stages."""
         placed = self._contexts()
-        known = {id(param) for param, _ in placed}
-        unused = [name for name, param in self._collect_params_with_prefix().items() if id(param) not in known]
+        unused = [name for name, param in self._collect_params_with_prefix().items() if param not in placed]
         if unused:
             raise TrainerError(
                 f"Pipeline: got stages without {', '.join(unused[:3])} of {self.net.name}; expected all of its parameters. Pass "
                 "stages that use them all, or leave these layers out."
             )
-        for param, contexts in placed:
+        for param, contexts in placed.items():
             if (param._data is not None or param._deferred_init) and param.list_ctx() != contexts:
                 param.reset_ctx(contexts)
 

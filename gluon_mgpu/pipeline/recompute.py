@@ -97,6 +97,8 @@ class _Call:
 
     Attributes
     ----------
+    modes : (bool, bool)
+        Of np shapes and np arrays.
     num_inputs : int
         The arrays that it depends on: the block's inputs and its weights.
     results : list of NDArray
@@ -114,7 +116,7 @@ class _Call:
         self._weights: List[Array] = [param.data(self._context) for param in params]
         self.num_inputs = len(inputs) + len(self._weights)
         self._is_training = autograd.is_training()
-        self._modes = mx.util.is_np_shape(), mx.util.is_np_array()
+        self.modes = mx.util.is_np_shape(), mx.util.is_np_array()
         self._seed: Optional[int] = None
         # with cuDNN a forward pass moves them, elsewhere the backward pass does
         stats = running_stats(block) if self._context.device_type == "gpu" else []
@@ -139,21 +141,13 @@ class _Call:
         arrays = [array.as_nd_ndarray() for array in (*inputs, *self._weights)]
         found = mx.nd.Custom(*arrays, op_type=_OPERATOR, key=key)
         rest = iter(found if isinstance(found, list) else [found])
-        is_np = self._modes[1]
+        is_np = self.modes[1]
         return map_leaves(lambda _, leaf: next(rest).as_np_ndarray() if is_np else next(rest), form)
 
     def gradients(self, given: Sequence[Array]) -> List[Optional[Array]]:
         """Compute the forward pass again, and return the gradients of the inputs and the weights."""
         if not WaitingPass.is_running:
             raise refusal("recompute", "recompute()", "loss.backward()")
-        with _one_at_a_time, mx.util.np_shape(self._modes[0]), mx.util.np_array(self._modes[1]):
-            return self._gradients(given)
-
-    def _run(self, inputs: Sequence[Array]) -> Any:
-        rest = iter(inputs)
-        return self._block(*map_leaves(lambda _, leaf: next(rest), self._args))
-
-    def _gradients(self, given: Sequence[Array]) -> List[Optional[Array]]:
         inputs = [array.detach() for array in self._inputs]
         floats = [array for array in inputs if is_float(array)]
         if floats:  # autograd returns their gradients: the arrays for them get no memory
@@ -178,6 +172,10 @@ class _Call:
                 del wanted[int(unreached[1]) - 1]
         return [by_array.get(id(array)) for array in (*inputs, *self._weights)]
 
+    def _run(self, inputs: Sequence[Array]) -> Any:
+        rest = iter(inputs)
+        return self._block(*map_leaves(lambda _, leaf: next(rest), self._args))
+
 
 _OPERATOR = "gluon_mgpu_recompute"
 _one_at_a_time = threading.RLock()  # a block's Python code runs for one device at a time
@@ -196,8 +194,10 @@ class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
         self._call.results = []
 
     def backward(self, req: Any, out_grad: Any, in_data: Any, out_data: Any, in_grad: Any, aux: Any) -> None:
+        is_np_shape, is_np_array = self._call.modes
         try:
-            found = self._call.gradients(out_grad)
+            with _one_at_a_time, mx.util.np_shape(is_np_shape), mx.util.np_array(is_np_array):
+                found = self._call.gradients(out_grad)
         except Exception as error:  # MXNet cannot pass it on
             WaitingPass.error = error
             raise

@@ -22,7 +22,6 @@ from ..trainer.parameters import blocks_of, devices_of
 from ..trainer.precision import precision_of, set_precision
 from .stage import NETWORK, CutGraph, Stage, Stages
 
-BALANCES = ("time", "bytes")
 _MOST_PIECES = 48  # that are measured
 _NUM_RUNS = 3  # of each, after one that is not measured
 
@@ -66,7 +65,7 @@ def split_stages(
     """
     instance("split_stages", "net", net, gluon.Block, "a gluon.Block", advice="Pass the network.")
     whole_number("split_stages", "num_stages", num_stages, advice="Pass the number of devices.")
-    one_of("split_stages", "balance", balance, BALANCES, advice="'time' measures the layers.")
+    one_of("split_stages", "balance", balance, ("time", "bytes"), advice="'time' measures the layers.")
     with own_batches():  # in a job too, each process has the whole sample
         (X,) = split_and_load(sample, devices_of(net)[:1])
     expected, advice = "features of one micro-batch", "Pass X of a batch."

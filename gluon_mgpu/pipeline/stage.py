@@ -207,7 +207,7 @@ class CutGraph:
 
         A part of operators on parameters alone would have no input: no device, and no place in a schedule.
         """
-        return self._is_after_data(self.operators[place - 1])
+        return not self._depends[self.operators[place - 1]].isdisjoint(self.graph.inputs)
 
     def num_crossing(self, place: int) -> int:
         """Return how many arrays operators from number `place` on read, of those before."""
@@ -221,9 +221,9 @@ class CutGraph:
         parts = [self.operators[begin:end] for begin, end in zip(bounds, bounds[1:])]
         parts += [self.last] if self.last else []
         home = {number: stage for stage, part in enumerate(parts) for number in part}
-        names = self.graph.inputs
-        variables = [number for number, node in enumerate(self._nodes) if node["name"] in names]
-        sources: Dict[Entry, Source] = {(at, 0): (NETWORK, names.index(self._nodes[at]["name"])) for at in variables}
+        numbers = {node["name"]: number for number, node in enumerate(self._nodes) if node["op"] == "null"}
+        inputs = enumerate(self.graph.inputs)
+        sources: Dict[Entry, Source] = {(numbers[name], 0): (NETWORK, at) for at, name in inputs if name in numbers}
         outputs: List[List[Entry]] = [[] for _ in parts]
         for stage, part in enumerate(parts):
             for entry in self._read_by(part) + self._heads * (stage == len(parts) - 1):
@@ -236,9 +236,6 @@ class CutGraph:
         stages = [self._stage(*own, sources, precision) for own in zip(parts, outputs)]
         stages[-1].is_data_parallel = bool(self.last)
         return Stages(stages, net, self.graph)
-
-    def _is_after_data(self, number: int) -> bool:
-        return not self._depends[number].isdisjoint(self.graph.inputs)
 
     def _joined(self, operators: Sequence[int], last: Set[int]) -> Set[int]:
         """Return the last stage with the operators that read only what it reads anyway, for it alone: fewer arrays cross."""
@@ -270,7 +267,8 @@ class CutGraph:
                 entries[name], places[number, output] = (number, output), added("null", name, [])
         for number in part:
             read = [places.get(entry, [*entry, 0]) for entry in self._reads[number]]
-            if not self._is_after_data(number):  # of two parameters with one gradient, or with an output's, MXNet would lose one
+            # of two parameters with one gradient, or with an output's, MXNet would lose one
+            if self._depends[number].isdisjoint(self.graph.inputs):
                 read = [copied(place) if nodes[place[0]]["op"] == "null" else place for place in read]
             nodes[number] = {**self._nodes[number], "inputs": read}
         # with one gradient for an output and an input, MXNet loses it or fails

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from operator import is_, itemgetter
@@ -40,10 +41,10 @@ class _MicroBatch:
         Its label, or the parts of it if several devices share the last stage.
     sizes : list of int
         The examples of each part; [0] for a batch that is not divided.
-    outputs : dict of int to list of NDArray
-        Until the stage's backward pass. Those of `NETWORK` are the network's inputs, on the first device.
     seeds : list of int
         One for each stage; [] if none draws.
+    outputs : dict of int to list of NDArray
+        Until the stage's backward pass. Those of `NETWORK` are the network's inputs, on the first device.
     inputs : dict of int to list of NDArray
         Copies on the stage's device, until its backward pass.
     gradients : dict of int to list
@@ -58,8 +59,8 @@ class _MicroBatch:
     X: Any
     ys: Sequence[Any]
     sizes: List[int]
+    seeds: List[int]
     outputs: Dict[int, List[Array]]
-    seeds: List[int] = field(default_factory=list)
     inputs: Dict[int, List[Array]] = field(default_factory=dict)
     gradients: Dict[int, List[Optional[Array]]] = field(default_factory=dict)
     apart: Set[Source] = field(default_factory=set)
@@ -158,20 +159,19 @@ class PipelinePasses(Passes):
             return super().forward(operation, Xs, ys)
         if is_synchronised(self.pipeline.net):
             raise refusal(operation, "Pipeline", "synchronised BatchNorm")
-        micro_batches: List[_MicroBatch] = []
-        own: Dict[int, List[_MicroBatch]] = {}  # by the replica
-        shard = 0
-        for replica, sizes in self._divided:
-            X, parts = Xs[shard], ys[shard : shard + len(sizes)]
-            micro_batches.append(_MicroBatch(shard, X, parts, sizes, {NETWORK: self.pipeline.stages.inputs(X)}))
-            own.setdefault(replica, []).append(micro_batches[-1])
-            shard += len(sizes)
         scale = 1.0 if self._trainer.loss_scaler is None else self._trainer.loss_scaler.begin()
-        if not micro_batches:
+        if not self._divided:
             note_examples((), self._params)
             empty_pass(self._trainer.gradients)
             return [], []
-        self._seed(micro_batches)
+        micro_batches: List[_MicroBatch] = []
+        own: Dict[int, List[_MicroBatch]] = {}  # by the replica
+        shard = 0
+        for (replica, sizes), seeds in zip(self._divided, self._seeds()):
+            X, parts = Xs[shard], ys[shard : shard + len(sizes)]
+            micro_batches.append(_MicroBatch(shard, X, parts, sizes, seeds, {NETWORK: self.pipeline.stages.inputs(X)}))
+            own.setdefault(replica, []).append(micro_batches[-1])
+            shard += len(sizes)
         run = _Run(operation, self.pipeline, self._loss, scale)
         planned = [(one.begin, replica, one.task) for replica, ones in own.items() for one in self._plan(len(ones))]
         planned.sort(key=itemgetter(0, 1))
@@ -202,14 +202,14 @@ class PipelinePasses(Passes):
             self._shares = len(set(trained)) < len(trained)
         return self._places
 
-    def _seed(self, micro_batches: Sequence[_MicroBatch]) -> None:
+    def _seeds(self) -> List[List[int]]:
         """Draw a seed for each task, so that its random numbers depend neither on the schedule nor on recomputation."""
         pipeline = self.pipeline
-        if any(stage.draws is not False for stage in pipeline.stages):  # unknown before the first batch
-            shape = len(micro_batches), pipeline.num_stages
-            drawn = mx.nd.random.randint(0, 2**31 - 1, shape=shape, ctx=pipeline.devices[0][0]).asnumpy().tolist()
-            for one, seeds in zip(micro_batches, drawn):
-                one.seeds = seeds
+        if all(stage.draws is False for stage in pipeline.stages):  # unknown before the first batch
+            return [[]] * len(self._divided)
+        shape = len(self._divided), pipeline.num_stages
+        found: List[List[int]] = mx.nd.random.randint(0, 2**31 - 1, shape=shape, ctx=pipeline.devices[0][0]).asnumpy().tolist()
+        return found
 
 
 class _Run:
@@ -259,10 +259,7 @@ class _Run:
         self._in_order(task, place, micro_batch.inputs[place.number])
         outputs = self._compute(place, micro_batch, records=not place.recomputes)
         if place.device.device_type == "gpu" and place in self._moves:  # cuDNN moves them in the forward pass
-            if place.recomputes:
-                place.stats.put_back()
-            else:
-                self._take_stats(place, micro_batch)
+            self._take_stats(place, micro_batch, counts=not place.recomputes)
         if place.recomputes:  # copies: an output may be an input, and the backward pass waits for outputs before inputs
             outputs = [one.copy() for one in outputs]
         self._last[place.device] = micro_batch.outputs[place.number] = outputs
@@ -273,7 +270,7 @@ class _Run:
         sources = self._pipeline.stages.sources(number, outputs)
         inputs = micro_batch.inputs[number] = []
         gradients = micro_batch.gradients[number] = []
-        for source, is_wanted in zip(sources, place.stage.gradients_for(len(sources), is_first=number == 0)):
+        for source, is_wanted in zip(sources, place.stage.gradients_for(sources)):
             producer, at = source
             # also from the same device: no task may write what another one reads
             array = _part(outputs[producer][at], place.part, micro_batch.sizes).copyto(place.device)
@@ -332,9 +329,11 @@ class _Run:
             self._last[place.device] = [one for one in gradients + own if one is not None]
         del micro_batch.outputs[number], micro_batch.inputs[number]  # the graph holds the activations, and goes with its outputs
 
-    def _take_stats(self, place: _Place, micro_batch: _MicroBatch) -> None:
-        """Note how far a pass has moved a stage's running statistics, and put them back."""
-        self._moves[place].append(place.stats.take(sum(micro_batch.sizes)))
+    def _take_stats(self, place: _Place, micro_batch: _MicroBatch, *, counts: bool = True) -> None:
+        """Put back the running statistics that a pass has moved, and note how far, if it counts."""
+        moved = place.stats.take(sum(micro_batch.sizes))
+        if counts:
+            self._moves[place].append(moved)
 
     def _gradients_of(self, place: _Place, micro_batch: _MicroBatch) -> List[Optional[Array]]:
         """Return the gradients of a stage's outputs on its device: the sums over all stages that read them."""
@@ -380,18 +379,14 @@ def _differentiate(heads: Sequence[Tuple[Array, Optional[Array]]]) -> None:
         # shared and frozen inputs: without retain_graph, MXNet fails in the second of several passes
         autograd.backward(list(outputs), list(gradients), retain_graph=True)
     except MXNetError:  # before it has computed anything
-        recorded = [pair for pair in heads if _is_recorded(pair[0])]
+        recorded = []
+        for pair in heads:
+            with suppress(MXNetError):
+                autograd.get_symbol(pair[0])
+                recorded.append(pair)
         if len(recorded) == len(heads):
             raise
         _differentiate(recorded)
-
-
-def _is_recorded(array: Array) -> bool:
-    try:
-        autograd.get_symbol(array)
-    except MXNetError:
-        return False
-    return True
 
 
 def _moved(device: Context, _: str, leaf: Any) -> Any:

@@ -118,8 +118,7 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         super().__init__(prefix="")
         self.micro_batches = whole_number("Pipeline", "micro_batches", micro_batches, advice="4 for each stage is usual.")
         one_of("Pipeline", "schedule", schedule, SCHEDULES, advice="'1f1b' holds fewer activations.")
-        flag("Pipeline", "recompute", recompute)
-        self.schedule, self.recompute = schedule, recompute
+        self.schedule, self.recompute = schedule, flag("Pipeline", "recompute", recompute)
         own = _checked_stages(stages)
         self.devices = _checked_devices(ctx, own)
         self.num_parts = len(self.devices[0]) - len(own) + 1

@@ -107,10 +107,9 @@ def _names_of(blocks: Sequence[gluon.Block], net: gluon.Block) -> Set[str]:
         raise TrainerError(
             f"split_stages: got data_parallel={short(blocks)}; expected a list of the network's layers. Pass [net.output]."
         )
-    inside = {id(part) for block in blocks for part in blocks_of(block)}
-    others = {id(p) for part in blocks_of(net) if id(part) not in inside for p in part._reg_params.values()}
-    found = {param.name: param for block in blocks for param in block.collect_params().values()}
-    own = {name for name, param in found.items() if id(param) not in others}
+    inside = {part for block in blocks for part in blocks_of(block)}
+    others = {param for part in blocks_of(net) if part not in inside for param in part._reg_params.values()}
+    own = {param.name for block in blocks for param in block.collect_params().values() if param not in others}
     if blocks and not own:
         raise TrainerError(
             f"split_stages: got data_parallel={short(blocks)} without parameters of their own; expected layers that have some. "
@@ -195,8 +194,9 @@ def _costs(pieces: Stages, X: Any, balance: str) -> List[float]:
     outputs: Dict[int, List[Array]] = {NETWORK: pieces.inputs(X)}
     costs = []
     for number, piece in enumerate(pieces):
-        inputs = [outputs[producer][at].detach() for producer, at in pieces.sources(number, outputs)]
-        outputs[number], seconds = _timed(piece, inputs, is_first=number == 0)
+        sources = pieces.sources(number, outputs)
+        inputs = [outputs[producer][at].detach() for producer, at in sources]
+        outputs[number], seconds = _timed(piece, inputs, piece.gradients_for(sources))
         costs.append(seconds)
     processes = group()
     if processes is None:
@@ -205,12 +205,11 @@ def _costs(pieces: Stages, X: Any, balance: str) -> List[float]:
     return json.loads(first)
 
 
-def _timed(piece: Stage, inputs: List[Array], *, is_first: bool) -> Tuple[List[Array], float]:
+def _timed(piece: Stage, inputs: List[Array], wanted: Sequence[bool]) -> Tuple[List[Array], float]:
     """Return a piece's outputs and the seconds of its forward and backward pass, which write no gradients.
 
     In prediction mode: BatchNorm's running statistics do not move, and Dropout draws no random numbers.
     """
-    wanted = piece.gradients_for(len(inputs), is_first=is_first)
     floats = [array for array, is_wanted in zip(inputs, wanted) if is_wanted and is_float(array)]
     for array in floats:
         array.attach_grad()

@@ -54,10 +54,10 @@ class Stage:
         found = self.block(*arrays)
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
-    def gradients_for(self, count: int, *, is_first: bool) -> List[bool]:
-        """Return which of so many inputs get gradients, if they hold floats."""
+    def gradients_for(self, sources: Sequence[Source]) -> List[bool]:
+        """Return which of the inputs from these sources get gradients, if they hold floats."""
         if self.depends is None:
-            return [not is_first] * count
+            return [producer != NETWORK for producer, _ in sources]
         return [any(param.grad_req != "null" for param in params) for params in self.depends]
 
     def params(self) -> List[gluon.Parameter]:

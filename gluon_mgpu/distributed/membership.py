@@ -6,7 +6,7 @@ import functools
 import os
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Iterator, List, Optional, Protocol, Sequence, Tuple
+from typing import Any, ContextManager, Iterator, List, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
@@ -20,19 +20,6 @@ from .process import Process, this_process
 
 _LEAST_BYTES = 256  # smallest buffer of a message: it doubles until the message fits
 _MOST_BYTES = 2**24 - 1  # largest message: its size is sent as a float32, to which 2**24 and 2**24 + 1 are the same
-
-
-class Backend(Protocol):
-    """A connection of all processes: `DistSync` or `Horovod`."""
-
-    def all_reduce(self, arrays: List[Array]) -> Any:
-        """Return an operation whose `run(priority)` sums the arrays, one per device, over devices and processes, in place."""
-
-    def all_gather(self, numbers: np.ndarray) -> np.ndarray:
-        """Gather float32 numbers, shape (n,), from every process; return them in rank order, shape (processes, n). Waits."""
-
-    def barrier(self) -> None:
-        """Wait until every process has reached this call."""
 
 
 class Group:
@@ -56,7 +43,9 @@ class Group:
         self.process = process
         if os.environ.get("DMLC_ROLE") != "worker" and "HOROVOD_RANK" not in os.environ:
             raise ProcessError(f"Trainer: got {process} without a store; expected its servers. Start it with gluon-mgpu launch.")
-        self.backend: Backend = DistSync(process) if os.environ.get("DMLC_ROLE") == "worker" else Horovod(process)
+        self.backend: Union[DistSync, Horovod] = (
+            DistSync(process) if os.environ.get("DMLC_ROLE") == "worker" else Horovod(process)
+        )
 
     def all_reduce(self, gradients: Sequence[Array]) -> Any:
         """Return an operation whose `run(priority)` sums the arrays, one per device, over devices and processes, in place."""
@@ -86,20 +75,15 @@ class Group:
         numbers = np.concatenate([array.asnumpy().astype(np.float32).reshape(-1) for array in classic])
         together = mx.nd.array(np.zeros_like(numbers) if self.process.rank else numbers)
         self.backend.all_reduce([together]).run(0)  # with zeros, which is exact
-        total, begin = together.asnumpy(), 0
-        for array in classic:
-            _write(array, total[begin : begin + array.size])
-            begin += array.size
+        ends = np.cumsum([array.size for array in classic])
+        for array, own in zip(classic, np.split(together.asnumpy(), ends)):
+            # through a copy: a weight may be in oneDNN's own layout, into which NumPy cannot write
+            mx.nd.array(own.reshape(array.shape), ctx=array.context, dtype=array.dtype).copyto(array)
 
     def barrier(self) -> None:
         """Wait until every process has reached this call."""
         mx.nd.waitall()
         self.backend.barrier()
-
-
-def _write(array: Array, numbers: np.ndarray) -> None:
-    """Set an array through a copy: a weight may be in oneDNN's own layout, into which NumPy cannot write."""
-    mx.nd.array(numbers.reshape(array.shape), ctx=array.context, dtype=array.dtype).copyto(array)
 
 
 @functools.lru_cache(maxsize=None)  # each step asks, and reading the environment is slow
@@ -136,21 +120,20 @@ def process_shard() -> Tuple[int, int]:
     return _place()
 
 
-@contextmanager
-def without_group() -> Iterator[None]:
+def without_group() -> ContextManager[None]:
     """Within this block, let this process work alone: on whole batches, without communication."""
-    token = _apart.set(True)
-    try:
-        yield
-    finally:
-        _apart.reset(token)
+    return _set(_apart, True)
+
+
+def own_batches(are_own: bool = True) -> ContextManager[None]:
+    """Within this block, batches belong to this process and are not divided over the processes."""
+    return _set(_own, are_own or _own.get())
 
 
 @contextmanager
-def own_batches(are_own: bool = True) -> Iterator[None]:
-    """Within this block, batches belong to this process and are not divided over the processes."""
-    token = _own.set(are_own or _own.get())
+def _set(variable: ContextVar[bool], value: bool) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _own.reset(token)
+        variable.reset(token)

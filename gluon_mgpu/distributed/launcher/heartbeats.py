@@ -26,10 +26,8 @@ from .server import CONTROLLER, check, load_library
 JOINED = "all machines have joined"
 LIMIT_S = 8  # without a heartbeat; they come once a second
 _SCHEDULER = 1  # its number in ps-lite
-_JOINED = re.compile(
-    r"assign rank=(\d+) to node role=worker, ip=([\d.]+), port=(\d+)"
-)  # printed by the scheduler with PS_VERBOSE=1
-_err = os.fdopen(os.dup(2), "w")
+# printed by the scheduler with PS_VERBOSE=1
+_JOINED = re.compile(r"assign rank=(\d+) to node role=worker, ip=([\d.]+), port=(\d+)")
 
 
 class Watch:

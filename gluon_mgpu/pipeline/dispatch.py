@@ -134,7 +134,7 @@ class PipelinePasses(Passes):
     def arrange(self, operation: str, Xs: List[Any], ys: List[Any], batch_axis: Any) -> Tuple[List[Any], List[Any]]:
         """Return one item for each part of each micro-batch, instead of one per replica: all of X, and its part of the labels."""
         pipeline = self.pipeline
-        arranged: Tuple[List[Any], List[Any]] = ([], [])
+        arranged: List[Tuple[Any, Any]] = []
         label_axis = batch_axis[1] if isinstance(batch_axis, (list, tuple)) else batch_axis
         num_micro_batches, num_parts = (1, 1) if self._trainer is None else (pipeline.micro_batches, pipeline.num_parts)
         is_divided = num_micro_batches > 1 or num_parts > 1
@@ -149,9 +149,8 @@ class PipelinePasses(Passes):
                 sizes = [count_examples(operation, part, label_axis) if is_divided else 0 for part in labels]
                 self._divided.append((replica, sizes))
                 for device, part in zip(pipeline.devices[replica][-num_parts:], labels):
-                    arranged[0].append(one)
-                    arranged[1].append(map_leaves(partial(_moved, device), part))
-        return arranged
+                    arranged.append((one, map_leaves(partial(_moved, device), part)))
+        return [one for one, _ in arranged], [part for _, part in arranged]
 
     def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any = None) -> Tuple[List[Any], List[Array]]:
         """Dispatch the tasks of all micro-batches, with a trainer also their backward passes. Return outputs and losses."""

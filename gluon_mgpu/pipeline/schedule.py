@@ -69,6 +69,8 @@ def plan(
     depths = [1] * num_stages  # stages from this one to the end of its longest way
     for stage in reversed(range(num_stages)):
         depths[stage] += max((depths[reader] for reader in readers[stage]), default=0)
+    is_1f1b = schedule == "1f1b"
+    most_held = depths if is_1f1b else [num_micro_batches] * num_stages
     ends: Dict[Task, float] = {}
     started = {"F": [0] * num_stages, "B": [0] * num_stages}
     free = dict.fromkeys(devices, 0.0)
@@ -81,14 +83,13 @@ def plan(
         return [Task("F", task.stage, task.micro_batch), *after]
 
     def candidates(stage: int) -> List[Task]:
-        """Return the tasks of a stage that its order allows next, the preferred one first."""
+        """Return the tasks of a stage that its order allows next."""
         forward, backward = started["F"][stage], started["B"][stage]
-        is_1f1b = schedule == "1f1b"
         found = []
-        if forward < num_micro_batches and (not is_1f1b or forward - backward < depths[stage]):
+        if forward < min(num_micro_batches, backward + most_held[stage]):
             found.append(Task("F", stage, forward))
-        if backward < (forward if is_1f1b else num_micro_batches * (forward == num_micro_batches)):
-            found.insert(0, Task("B", stage, backward if is_1f1b else num_micro_batches - 1 - backward))
+        if backward < forward and (is_1f1b or forward == num_micro_batches):
+            found.append(Task("B", stage, backward if is_1f1b else num_micro_batches - 1 - backward))
         return found
 
     def begin_of(task: Task) -> float:

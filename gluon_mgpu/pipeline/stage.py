@@ -197,8 +197,7 @@ class CutGraph:
             own = {node["name"]} if node["op"] == "null" else set()
             self._depends.append(own.union(*(self._depends[number] for number, _ in read)))
         operators = [number for number, node in enumerate(self._nodes) if node["op"] != "null"]
-        after = {number for number in operators if not self._depends[number].isdisjoint(data_parallel)}
-        after = self._joined(operators, after) if after else after
+        after = self._joined(operators, {number for number in operators if self._depends[number] & data_parallel})
         self.operators = [number for number in operators if number not in after]
         self.last = [number for number in operators if number in after]
 

@@ -40,7 +40,6 @@ class Watch:
     """
 
     def __init__(self, num_local: int) -> None:
-        self._err = os.fdopen(os.dup(2), "w")
         self._library, self._store = load_library(), ctypes.c_void_p()
         self._num_nodes, self._num_local = int(os.environ["DMLC_NUM_WORKER"]), num_local
         self._names: Dict[int, str] = {}  # of machines, by their numbers in ps-lite
@@ -48,8 +47,8 @@ class Watch:
     def schedule(self) -> None:
         """Join the machines, and watch them."""
         reader, writer = os.pipe()
+        sys.stderr = os.fdopen(os.dup(2), "w")
         os.dup2(writer, 2)
-        sys.stderr = self._err
         threading.Thread(target=self._read_joined, args=(reader,), daemon=True).start()
         check(self._library, self._library.MXKVStoreCreate(b"dist_async", ctypes.byref(self._store)))
         check(self._library, self._library.MXKVStoreRunServer(self._store, CONTROLLER(lambda *_: None), None))
@@ -58,7 +57,7 @@ class Watch:
         """Join the other machines, and watch the scheduler."""
         threading.Thread(target=self._end, daemon=True).start()
         check(self._library, self._library.MXKVStoreCreate(b"dist_async", ctypes.byref(self._store)))  # waits for the others
-        print(JOINED, file=self._err, flush=True)
+        print(JOINED, file=sys.stderr, flush=True)
         self._names[_SCHEDULER] = self._name(0, os.environ["DMLC_PS_ROOT_URI"])
         self._watch()
 
@@ -91,7 +90,7 @@ class Watch:
                     told = f"{name} has sent no heartbeat for {LIMIT_S} s: it has failed, or cannot be reached. See its output."
                     if paused_s > LIMIT_S:  # its heartbeats are older than that because nobody has read them
                         told = f"this machine stood still for {paused_s:.0f} s; the others have ended without it."
-                    print(told, file=self._err, flush=True)
+                    print(told, file=sys.stderr, flush=True)
                     os._exit(1)
 
     def _end(self) -> NoReturn:

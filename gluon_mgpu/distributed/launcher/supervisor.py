@@ -133,9 +133,9 @@ class Supervisor:
                 failure = failure or self._run(wanted[first:], self._have_all_ended)
                 if failure is not None:
                     self._stop_workers(failure)
+                    self._slots.append(failure.slot)
                 elif job.num_nodes > 1 and not job.node_rank:
                     time.sleep(_LINGER_S)
-                self._slots.append(failure.slot if failure else -1)
                 return failure
             finally:  # leave nothing running, whatever happened
                 guard.kill_descendants()

@@ -46,11 +46,8 @@ def address_of(interface: str) -> str:
     >>> address_of("lo")
     '127.0.0.1'
     """
-    address = _address(interface)
-    if address:
-        return address
     try:
-        return str(socket.getaddrinfo(interface, None, socket.AF_INET)[0][4][0])
+        return _address(interface) or str(socket.getaddrinfo(interface, None, socket.AF_INET)[0][4][0])
     except (OSError, UnicodeError) as error:  # UnicodeError: a label of the name is too long
         what = f"got {short(interface)} ({error}); expected an interface, a host or an IPv4 address"
         raise LaunchError(f"launch: {what}. See ip address.") from None

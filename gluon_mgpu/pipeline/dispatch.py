@@ -340,8 +340,8 @@ class _Run:
         divided: Dict[int, List[Array]] = {}
         for reader in place.readers:
             sources = self._pipeline.stages.sources(reader.number, micro_batch.outputs)
-            own = micro_batch.gradients.get(reader.number, ())  # none of a part without examples
-            for (producer, at), gradient in zip(sources, own):
+            # a part without examples has none
+            for (producer, at), gradient in zip(sources, micro_batch.gradients.get(reader.number, ())):
                 if producer == place.number and gradient is not None:
                     (found[at] if reader.part is None else divided.setdefault(at, [])).append(gradient.copyto(place.device))
         for at, parts in divided.items():

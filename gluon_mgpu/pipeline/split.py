@@ -107,8 +107,8 @@ def _names_of(blocks: Sequence[gluon.Block], net: gluon.Block) -> Set[str]:
         raise TrainerError(
             f"split_stages: got data_parallel={short(blocks)}; expected a list of the network's layers. Pass [net.output]."
         )
-    inside = {part for block in blocks for part in blocks_of(block)}
-    others = {param for part in blocks_of(net) if part not in inside for param in part._reg_params.values()}
+    inside = {id(part) for block in blocks for part in blocks_of(block)}
+    others = {param for part in blocks_of(net) if id(part) not in inside for param in part._reg_params.values()}
     own = {param.name for block in blocks for param in block.collect_params().values() if param not in others}
     if blocks and not own:
         raise TrainerError(
@@ -189,8 +189,8 @@ def _divide(costs: Sequence[float], num_parts: int, crossing: Sequence[int]) -> 
 
 def _costs(pieces: Stages, X: Any, balance: str) -> List[float]:
     if balance == "bytes":
-        found = {id(param): piece for piece in reversed(pieces) for param in piece.params()}  # the first one that uses it
-        return [float(sum(num_bytes(p) for p in piece.params() if found[id(p)] is piece)) for piece in pieces]
+        found = {param: piece for piece in reversed(pieces) for param in piece.params()}  # the first one that uses it
+        return [float(sum(num_bytes(param) for param in piece.params() if found[param] is piece)) for piece in pieces]
     outputs: Dict[int, List[Array]] = {NETWORK: pieces.inputs(X)}
     costs = []
     for number, piece in enumerate(pieces):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, Dict, Hashable, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, DefaultDict, Dict, Hashable, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 from mxnet import Context
@@ -28,10 +29,10 @@ Form = Tuple[Hashable, ...]  # of losses, or of shards for the metrics: what arr
 
 
 class About(NamedTuple):
-    """What is known of a shard: its place, what it can be joined with (None: nothing), and its elements."""
+    """What is known of a shard: its place, what it can be joined with ((): nothing), and its elements."""
 
     place: Place
-    form: Optional[Form]
+    form: Form
     size: int
 
 
@@ -39,7 +40,7 @@ class About(NamedTuple):
 class Held:
     """Losses and shards of one place that wait to be joined."""
 
-    arrays: Dict[Form, List[Tuple[Array, ...]]] = field(default_factory=dict)
+    arrays: DefaultDict[Form, List[Tuple[Array, ...]]] = field(default_factory=lambda: defaultdict(list))
     num_shards: int = 0
     num_bytes: int = 0
 
@@ -71,16 +72,16 @@ class DeviceSums:
         self._joined = {name: metric for name, metric in self._metrics.items() if getattr(metric, "joins_shards", False)}
         self._num_shards = num_shards
         self._known: Dict[Hashable, About] = {}  # by the plan of a batch
-        self._held: Dict[Place, Held] = {}
+        self._held: DefaultDict[Place, Held] = defaultdict(Held)
         self._sums: Dict[Tuple[Place, str], Array] = {}
-        self._counts: Dict[Tuple[Place, str], int] = {}
+        self._counts: Dict[Tuple[Place, str], int] = defaultdict(int)
 
     def add_batch(self, batch: Batch) -> None:
         """Add every metric of a batch, and its losses, if any, as `loss`."""
         for i, (output, label) in enumerate(zip(batch.outputs, batch.labels)):
             self._add_shard(batch, i, output, label)
         if batch.losses and batch.num_units is not None:  # the mean is over the units that the loss counts, not over its elements
-            self._count("loss", None, batch.num_units - sum(losses.size for losses in batch.losses))
+            self._counts[None, "loss"] += batch.num_units - sum(losses.size for losses in batch.losses)
         for i, losses in enumerate(batch.losses):
             about = self._about(batch, i, losses)
             self._hold(about, losses if batch.plan else losses.detach())
@@ -116,7 +117,7 @@ class DeviceSums:
         counts = {key: count for key, (_, count) in found.items()}
         sums = {key: mx.nd.array([total], dtype="float64") for key, (total, _) in found.items()}
         if self._num_shards is None:
-            self._sums, self._counts = {}, {}
+            self._sums, self._counts = {}, defaultdict(int)
             self.restore(counts, sums, [mx.cpu()])
         return counts, sums
 
@@ -128,7 +129,7 @@ class DeviceSums:
             place = int(text) if text.isdigit() else by_name.get(text, contexts[0])
             if not self._is_own(place):
                 continue
-            self._count(name, place, count)
+            self._counts[place, name] += count
             if key in sums:
                 context = place if isinstance(place, Context) else contexts[0]
                 self._sum(name, place, mx.nd.array(sums[key], ctx=context, dtype="float64"))
@@ -140,18 +141,13 @@ class DeviceSums:
             return processes is None or not processes.process.rank
         return place // (self._num_shards // processes.process.num_processes) == processes.process.rank
 
-    def _place(self, batch: Batch, i: int, array: Array) -> Place:
-        if self._num_shards is None:
-            return array.context
-        return 0 if batch.shard_numbers is None else batch.shard_numbers[i]
-
     def _add_shard(self, batch: Batch, i: int, output: Any, label: Any) -> None:
         about = self._about(batch, i, output, label)
-        if about.form is not None and self._joined:
+        if about.form and self._joined:
             pair = (output, label) if batch.plan else (output.detach(), label.detach())
             self._hold(about, *pair)
         for name, metric in self._metrics.items():
-            if about.form is None or name not in self._joined:
+            if not about.form or name not in self._joined:
                 self._apply(name, metric, output, label, None if self._num_shards is None else about.place)
 
     def _about(self, batch: Batch, i: int, array: Any, label: Any = None) -> About:
@@ -160,7 +156,9 @@ class DeviceSums:
         found = self._known.get(key) if batch.plan else None
         if found is None:
             form = ("loss", array.shape[1:], array.dtype) if label is None else _form_of(array, label)
-            place = self._place(batch, i, array) if form or self._num_shards is not None else None
+            place: Place = array.context if form else None
+            if self._num_shards is not None:
+                place = 0 if batch.shard_numbers is None else batch.shard_numbers[i]
             found = About(place, form, array.size if form else 0)
             if batch.plan:
                 self._known[key] = found
@@ -169,11 +167,8 @@ class DeviceSums:
     def _hold(self, about: About, *arrays: Array) -> None:
         """Hold arrays, and join those of this place if there are many."""
         place, form, size = about
-        held = self._held.get(place)
-        if held is None:
-            held = self._held[place] = Held()
-        assert form is not None, "the caller has asked"
-        held.arrays.setdefault(form, []).append(arrays)
+        held = self._held[place]
+        held.arrays[form].append(arrays)
         held.num_shards += 1
         held.num_bytes += 8 * size
         if held.num_shards >= _MOST_SHARDS or held.num_bytes >= _MOST_BYTES:
@@ -207,11 +202,8 @@ class DeviceSums:
             )
         if place is None:
             place = value.context if self._num_shards is None else 0
-        self._count(name, place, count)
+        self._counts[place, name] += count
         self._sum(name, place, value.detach().as_nd_ndarray())
-
-    def _count(self, name: str, place: Place, count: int) -> None:
-        self._counts[place, name] = self._counts.get((place, name), 0) + count
 
     def _sum(self, name: str, place: Place, value: Array) -> None:
         total = value.astype("float64").reshape((1,))
@@ -226,7 +218,7 @@ class DeviceSums:
         """Return a copy, which can be added up without changing this object."""
         other = DeviceSums(self._metrics, num_shards=self._num_shards)
         other._held = copy.copy(self._held)
-        other._sums, other._counts = dict(self._sums), dict(self._counts)
+        other._sums, other._counts = dict(self._sums), copy.copy(self._counts)
         return other
 
     def _parts(self) -> Dict[str, Part]:
@@ -271,13 +263,13 @@ def _merged(parts: Iterable[Part]) -> Part:
     return merged
 
 
-def _form_of(output: Any, label: Any) -> Optional[Form]:
-    """Return the form of a shard with one array of scores and one label for each; None if it cannot be joined to others."""
+def _form_of(output: Any, label: Any) -> Form:
+    """Return the form of a shard with one array of scores and one label for each; () if it cannot be joined to others."""
     if not is_device_array(output) or not is_device_array(label):
-        return None
+        return ()
     scores, labels = output.shape, label.shape
     if not labels or not labels[0] or scores[:1] + scores[2:] != labels:
-        return None
+        return ()
     if output.stype != "default" or label.stype != "default" or output.context != label.context:
-        return None
+        return ()
     return "shards", scores[1:], output.dtype, labels[1:], label.dtype

@@ -228,8 +228,7 @@ class EarlyStopping(Callback):
 
     def on_fit_begin(self, state: FitState) -> None:
         self._best.begin(state)
-        if state.history.rows:  # the resumed run may have been stopped
-            self._stop(state)
+        self._stop(state)  # the resumed run may have been stopped
 
     def on_epoch_end(self, state: FitState) -> None:
         if not self._best.improves(state):
@@ -248,8 +247,7 @@ class Best:
         one_of("callbacks", "mode", mode, (None, "min", "max"), advice="None decides by the name.")
         instance("callbacks", "monitor", monitor or None, str, "a column of the history", advice="For example, pass 'test_loss'.")
         self.monitor = self._asked = monitor
-        self._mode = mode
-        self._min_delta = min_delta
+        self._mode, self._min_delta = mode, min_delta
         self.value, self.epoch = math.nan, 0
 
     def begin(self, state: FitState) -> None:
@@ -267,8 +265,7 @@ class Best:
                 "test_iter to fit, or another monitor: 'train_loss', or None for a Checkpoint."
             )
         for epoch, row in enumerate(state.history.rows, 1):
-            self._resolve(row)
-            self._note(row.get(self.monitor, math.nan), epoch)
+            self._note(row, epoch)
 
     def improves(self, state: FitState) -> bool:
         """Return whether the last epoch is the best so far, and remember it if so.
@@ -279,20 +276,18 @@ class Best:
             There is no such column.
         """
         row = state.history.rows[-1]
-        self._resolve(row)
+        is_best = self._note(row, state.epoch)
         if self.monitor not in row:
             raise TrainerError(
                 f"callbacks: got monitor {self.monitor!r}; expected one of {', '.join(row)}. Pass a test_iter for test_... "
                 "columns."
             )
-        return self._note(row[self.monitor], state.epoch)
+        return is_best
 
-    def _resolve(self, row: Row) -> None:
-        """Choose the column of "auto"."""
+    def _note(self, row: Row, epoch: int) -> bool:
         if self.monitor == "auto":
             self.monitor = "test_accuracy" if "test_accuracy" in row else "test_loss"
-
-    def _note(self, value: float, epoch: int) -> bool:
+        value = row.get(self.monitor, math.nan)
         # NaN, or a text that a callback has added, is never better, and any number is better than NaN.
         sign = 1 if (self._mode or ("min" if self.monitor.endswith("loss") else "max")) == "min" else -1
         better = is_number(value) and not sign * value >= sign * self.value - self._min_delta and value == value

@@ -8,7 +8,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import gluon
 
-from ..checks import check_function, short, whole_number
+from ..checks import check_function, instance, whole_number
 from ..errors import TrainerError
 from ..nested import Array, is_device_array
 
@@ -147,11 +147,9 @@ def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
     if isinstance(metrics, Mapping):
         named = dict(metrics)
     else:
-        if metrics is not None and not callable(metrics) and not isinstance(metrics, (list, tuple)):
-            raise TrainerError(
-                f"metrics: got {short(metrics)}; expected a list of functions, or a dict name -> function. Pass [accuracy]."
-            )
-        listed = [metrics] if callable(metrics) else list(metrics or ())
+        listed: Any = [metrics] if callable(metrics) else [] if metrics is None else metrics
+        what = "a list of functions, or a dict name -> function"
+        instance("metrics", "metrics", listed, (list, tuple), what, advice="Pass [accuracy].")
         named = {getattr(metric, "__name__", str(metric)): metric for metric in listed}
         if len(named) < len(listed):
             raise TrainerError(

@@ -174,7 +174,7 @@ def _run(
 
 
 def _queue(step: EvalStep, X: Any, number: int, output_axis: Any) -> List[Output]:
-    """Return one batch's outputs, one item per shard, in memory that is not overwritten before they are read."""
+    """Return one batch's outputs, one item per shard."""
     # An iterator may write its next batch into the arrays of this one, and a network may return its input.
     try:
         shared = any(is_device_array(leaf) for _, leaf in leaves(X))
@@ -185,14 +185,16 @@ def _queue(step: EvalStep, X: Any, number: int, output_axis: Any) -> List[Output
             outputs = step(X, None).outputs
     except (StepError, mx.MXNetError) as error:
         raise StepError(f"predict: got an error at batch {number}: {last_line(error)}") from (error.__cause__ or error)
-    for output, (begin, end, _) in zip(outputs, step.places):
-        map_leaves(partial(_check, size=end - begin, number=number), output, output_axis, path="output")
+    found = []
     with autograd.pause():
-        kept = [map_leaves(lambda _, leaf: _kept(leaf, shared), output) for output in outputs]
-    return [(context, output) for (_, _, context), output in zip(step.places, kept)]
+        for output, (begin, end, context) in zip(outputs, step.places):
+            keep = partial(_kept, size=end - begin, number=number, shared=shared)
+            found.append((context, map_leaves(keep, output, output_axis, path="output")))
+    return found
 
 
-def _check(path: str, leaf: Array, axis: Any, *, size: int, number: int) -> None:
+def _kept(path: str, leaf: Array, axis: Any, *, size: int, number: int, shared: bool) -> Array:
+    """Return an output, checked, in memory that is not overwritten before it is read."""
     if not is_device_array(leaf):
         raise TrainerError(
             f"predict: got {path} of type {type(leaf).__name__} at batch {number}; expected MXNet arrays. "
@@ -203,9 +205,6 @@ def _check(path: str, leaf: Array, axis: Any, *, size: int, number: int) -> None
             f"predict: got {path} of shape {leaf.shape} at batch {number}, for {size} examples along axis {axis}; "
             "expected one item per example. Pass the axis of the examples as output_axis."
         )
-
-
-def _kept(leaf: Array, shared: bool) -> Array:
     if leaf.context.device_type == "gpu":
         return leaf.as_in_context(mx.cpu())  # queued behind the forward pass, so that the host can read it later
     return leaf.copy() if shared else leaf

@@ -129,8 +129,8 @@ def fit(
     SystemExit
         SIGTERM or SIGUSR1, after saving; its code is 143 or 85.
     """
-    counts = (epochs, max_inflight, micro_steps, accumulate_grad_batches)
-    for name, value in zip(("epochs", "max_inflight", "micro_steps", "accumulate_grad_batches"), counts):
+    counts = {"epochs": epochs, "max_inflight": max_inflight, "accumulate_grad_batches": accumulate_grad_batches}
+    for name, value in counts.items():
         whole_number("fit", name, value, advice="Pass 1 or more.")
     limits = Limits(max_steps, limit_batches, limit_eval_batches, evaluate_every)
     for name, value in vars(limits).items():

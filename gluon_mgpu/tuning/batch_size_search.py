@@ -300,9 +300,12 @@ def ask(workload: str, devices: str, batch_size: int = 0, *, limit_bytes: int = 
         if not path.exists():
             _raise_end(process.returncode, log.read().decode(errors="replace").strip(), question, seen_bytes)
         answer: Dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if "kind" in answer:
-        _raise_error(answer, question)
-    return answer
+    if "error" not in answer:
+        return answer
+    if answer["no_memory"]:
+        raise NoMemoryError(answer["error"], answer["peak_bytes"])
+    message = f"find_batch_size: got {answer['error']} from {question}; expected a step that trains. {_HINT}"
+    raise StepError(message) from RuntimeError(f"\n{answer['traceback']}")  # as it was in the other process
 
 
 def _watch(pid: int, question: str, limit_bytes: int, timeout_s: float) -> int:
@@ -331,20 +334,12 @@ def _raise_end(code: int, log: str, question: str, seen_bytes: int) -> NoReturn:
     raise StepError(f"find_batch_size: got a process that {how} ({last}) from {question}; expected a step that trains. {_HINT}")
 
 
-def _raise_error(answer: Dict[str, Any], question: str) -> NoReturn:
-    message = f"{answer['kind']}: {answer['message']}"
-    if answer["no_memory"]:
-        raise NoMemoryError(message, answer["peak_bytes"])
-    cause = RuntimeError(f"\n{answer['traceback']}")  # as it was in the other process
-    raise StepError(f"find_batch_size: got {message} from {question}; expected a step that trains. {_HINT}") from cause
-
-
 def serve(path: str, workload: str, devices: str, batch_size: str) -> None:
     """Answer one question by a file of JSON, and end the process.
 
     ```
     {"examples_per_s": [...], "memory_bytes": ..., "peak_bytes": ..., "room_bytes": ..., "devices": [...]}
-    {"kind": "ValueError", "message": ..., "traceback": ..., "no_memory": false, "peak_bytes": ...}
+    {"error": "ValueError: ...", "traceback": ..., "no_memory": false, "peak_bytes": ...}
     ```
     A process that runs out of memory may end without an answer.
     """
@@ -354,8 +349,8 @@ def serve(path: str, workload: str, devices: str, batch_size: str) -> None:
         answer = _answer(workload, devices, int(batch_size))
     except Exception as error:
         trace = traceback.format_exc()  # with the errors that this one reports
-        answer = {"kind": type(error).__name__, "message": last_line(error), "traceback": trace}
-        answer["no_memory"] = isinstance(error, MemoryError) or says_no_memory(trace)
+        no_memory = isinstance(error, MemoryError) or says_no_memory(trace)
+        answer = {"error": f"{type(error).__name__}: {last_line(error)}", "traceback": trace, "no_memory": no_memory}
     Path(path).write_text(json.dumps({**answer, "peak_bytes": peak_bytes(os.getpid())}), encoding="utf-8")
     os._exit(0)  # skips the exit of an engine that may have run out of memory
 

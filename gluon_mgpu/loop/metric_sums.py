@@ -79,7 +79,13 @@ class DeviceSums:
     def add_batch(self, batch: Batch) -> None:
         """Add every metric of a batch, and its losses, if any, as `loss`."""
         for i, (output, label) in enumerate(zip(batch.outputs, batch.labels)):
-            self._add_shard(batch, i, output, label)
+            about = self._about(batch, i, output, label)
+            if about.form and self._joined:
+                pair = (output, label) if batch.plan else (output.detach(), label.detach())
+                self._hold(about, *pair)
+            for name, metric in self._metrics.items():
+                if not about.form or name not in self._joined:
+                    self._apply(name, metric, output, label, None if self._num_shards is None else about.place)
         if batch.losses and batch.num_units is not None:  # the mean is over the units that the loss counts, not over its elements
             self._counts[None, "loss"] += batch.num_units - sum(losses.size for losses in batch.losses)
         for i, losses in enumerate(batch.losses):
@@ -140,15 +146,6 @@ class DeviceSums:
         if processes is None or self._num_shards is None or not isinstance(place, int):
             return processes is None or not processes.process.rank
         return place // (self._num_shards // processes.process.num_processes) == processes.process.rank
-
-    def _add_shard(self, batch: Batch, i: int, output: Any, label: Any) -> None:
-        about = self._about(batch, i, output, label)
-        if about.form and self._joined:
-            pair = (output, label) if batch.plan else (output.detach(), label.detach())
-            self._hold(about, *pair)
-        for name, metric in self._metrics.items():
-            if not about.form or name not in self._joined:
-                self._apply(name, metric, output, label, None if self._num_shards is None else about.place)
 
     def _about(self, batch: Batch, i: int, array: Any, label: Any = None) -> About:
         """Return what is known of a shard's losses, or with a label of its output: of compiled batches, decided once a plan."""

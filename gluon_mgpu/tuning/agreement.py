@@ -16,6 +16,7 @@ from ..data_parallel.step import train_batch
 from ..data_parallel.transfer import new_array
 from ..devices.select import check_contexts
 from ..models import resnet18
+from ..runtime.determinism import seed_everything
 from ..trainer.trainer import Trainer
 
 LEAST_TOLERANCE = 1e-5  # float32 resolves 1e-7; sums in another order reach this after some steps
@@ -75,8 +76,7 @@ class Recipe:
         """Return the network with weights that depend only on the seed, not on the devices."""
         net = self.build(self.data.num_classes)
         net.initialize(mx.init.Xavier(), ctx=list(contexts))
-        mx.random.seed(seed)
-        np.random.seed(seed)
+        seed_everything(seed)
         net(new_array(self.data.train_images[:1], contexts[0], "float32"))  # sets the shapes, and draws the weights
         return net
 

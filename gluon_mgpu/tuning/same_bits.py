@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from ..data_parallel.step import train_batch
 from ..devices.select import use_devices
 from ..distributed.process import this_process
 from ..errors import StepError, TrainerError
+from ..runtime.determinism import seed_everything
 from ..trainer.trainer import Trainer
 from .agreement import NETWORKS, Recipe
 from .workload import load_workload
@@ -52,8 +52,7 @@ class Training:
 
     def make(self, contexts: Sequence[Context]) -> Tuple[gluon.Block, Any, Trainer, Iterator[Tuple[Any, Any]]]:
         """Return network, loss, trainer and batches, the same ones each time."""
-        for seed in (random.seed, np.random.seed, mx.random.seed):
-            seed(0)
+        seed_everything(0)
         if self.workload in NETWORKS:
             build, lr = NETWORKS[self.workload], self.learning_rate
             recipe = Recipe(build, load_digits(), self.batch_size, self.num_steps, lr, self.optimizer)

@@ -1,6 +1,7 @@
 """fit(max_steps=, limit_batches=, limit_eval_batches=, evaluate_every=): short runs, and evaluations within epochs."""
 
 import json
+import time
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -106,6 +107,24 @@ def test_evaluate_every_reports_within_epochs_and_does_not_change_the_training(t
     assert all(np.array_equal(one, two) for one, two in zip(weights(evaluated), weights(plain)))
     assert history.column("test_loss") == other.column("test_loss")
     assert json.loads((tmp_path / "history.json").read_text())["evaluations"] == history.evaluations
+
+
+def test_evaluations_within_an_epoch_are_no_training_time_of_a_resumed_run(tmp_path, monkeypatch):
+    """A checkpoint counted them, so that the row of the epoch told more seconds and fewer examples/s."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    class Slow(mgpu.Callback):
+        def on_test_begin(self, state):
+            now[0] += 10
+
+    def callbacks(*more):
+        return [Slow(), mgpu.Checkpoint(tmp_path, None, every=1), *more]
+
+    with pytest.raises(RuntimeError, match="a crash"):
+        train(evaluate_every=2, callbacks=callbacks(SaveAt(5)))
+    _, history, _, _ = train(epochs=1, callbacks=callbacks(), resume="auto")
+    assert history.column("seconds") == [0.0]
 
 
 def test_an_evaluation_is_that_of_a_run_that_ends_there():

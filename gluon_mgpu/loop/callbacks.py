@@ -140,14 +140,12 @@ class Progress(Callback):
     def on_batch_end(self, state: FitState) -> None:
         found = state.history.evaluations[-1:]
         if found and found[0]["step"] == state.step:
-            means = [format_column(*mean) for mean in found[0].items() if mean[0].startswith("test_")]
-            self._print("  ".join([f"step {state.step}", *means]))
+            self._print("  ".join([f"step {state.step}", *_columns(found[0], "test_")]))
 
     def on_report(self, state: FitState, progress: EpochProgress) -> None:
         batch = f"batch {progress.num_batches}/{state.num_batches or '?'}"
-        means = [format_column(*mean) for mean in progress.means.items()]
         speed = [f"{progress.examples_per_s:.0f} {self._unit}/s", *self._left(state, progress)]
-        line = "  ".join([f"epoch {state.epoch}/{state.epochs}", batch, *means, *speed])
+        line = "  ".join([f"epoch {state.epoch}/{state.epochs}", batch, *_columns(progress.means, ""), *speed])
         if sys.stdout is not None and sys.stdout.isatty():
             self._print(line[: shutil.get_terminal_size().columns - 1], end="")
         elif time.perf_counter() - self._printed > self._every_s:
@@ -155,9 +153,7 @@ class Progress(Callback):
 
     def on_epoch_end(self, state: FitState) -> None:
         row = state.history.rows[-1]
-        means = [
-            format_column(*mean) for kind in ("train_", "test_", "valid_") for mean in row.items() if mean[0].startswith(kind)
-        ]
+        means = _columns(row, "train_", "test_", "valid_")
         rate = [f"{row['examples_per_s']:.0f} {self._unit}/s", f"{row['seconds']:.1f} s"]
         self._print("  ".join([f"epoch {state.epoch}/{state.epochs}", *means, *rate]))
 
@@ -294,6 +290,11 @@ class Best:
         if better:
             self.value, self.epoch = float(value), epoch
         return better
+
+
+def _columns(row: Row, *beginnings: str) -> List[str]:
+    """Return the columns to show whose names begin so, one beginning after the other."""
+    return [format_column(*column) for begin in beginnings for column in row.items() if column[0].startswith(begin)]
 
 
 def _clock(seconds: float) -> str:

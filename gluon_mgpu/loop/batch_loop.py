@@ -194,7 +194,7 @@ class BatchLoop:
         try:
             batch = self._run_batch(X, y)
         except (StepError, mx.MXNetError) as error:
-            raise _named(operation, step, error, _WRONG_DATA) from (error.__cause__ or error)
+            raise step_error(operation, f"step {step}", error, _WRONG_DATA) from (error.__cause__ or error)
         self._queued.append((step, batch))
 
     def _wait_for_oldest(self) -> None:
@@ -221,7 +221,7 @@ class BatchLoop:
         try:
             self._sums.add_batch(batch)
         except (StepError, mx.MXNetError) as error:
-            raise _named(self._options.operation, step, error, _WRONG_METRICS) from (error.__cause__ or error)
+            raise step_error(self._options.operation, f"step {step}", error, _WRONG_METRICS) from (error.__cause__ or error)
         self._last_added = step
 
     def _report(self, read: Callable[[], Dict[str, float]]) -> EpochProgress:
@@ -255,12 +255,12 @@ _WRONG_DATA = "; expected data that the network and the loss take. Try them on o
 _WRONG_METRICS = "; expected data that the metrics take. Try them on one batch."
 
 
-def _named(operation: str, step: int, error: Exception, advice: str) -> StepError:
-    """Return the error of a step that MXNet raised immediately."""
+def step_error(operation: str, where: str, error: Exception, advice: str = "") -> StepError:
+    """Return the error of a step that was raised immediately."""
     message = last_line(error) + ("" if isinstance(error, StepError) else advice)
     if message.startswith(f"{operation}: "):
         message = message[len(operation) + 2 :]
-    return StepError(f"{operation}: got an error at step {step}: {message}")
+    return StepError(f"{operation}: got an error at {where}: {message}")
 
 
 def _copied(_: str, leaf: Any) -> Any:

@@ -15,10 +15,10 @@ from ..data_parallel.iterators import as_pair, batches_of, check_iterable, featu
 from ..data_parallel.sharding import Split, gather
 from ..data_parallel.step import EvalStep, check_network
 from ..distributed import group, without_group
-from ..errors import ShardError, StepError, TrainerError, last_line
+from ..errors import ShardError, StepError, TrainerError
 from ..nested import Array, is_device_array, leaves, map_leaves
 from ..trainer.parameters import average_replicas, devices_of
-from .batch_loop import device_error
+from .batch_loop import device_error, step_error
 
 Output = Tuple[Context, Any]  # of one shard: the device that computes it, and nested arrays
 
@@ -184,7 +184,7 @@ def _queue(step: EvalStep, X: Any, number: int, output_axis: Any) -> List[Output
         with without_group():  # every process of a job has all outputs
             outputs = step(X, None).outputs
     except (StepError, mx.MXNetError) as error:
-        raise StepError(f"predict: got an error at batch {number}: {last_line(error)}") from (error.__cause__ or error)
+        raise step_error("predict", f"batch {number}", error) from (error.__cause__ or error)
     found = []
     with autograd.pause():
         for output, (begin, end, context) in zip(outputs, step.places):

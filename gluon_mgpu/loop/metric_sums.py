@@ -213,9 +213,8 @@ class DeviceSums:
 
     def _copy(self) -> DeviceSums:
         """Return a copy, which can be added up without changing this object."""
-        other = DeviceSums(self._metrics, num_shards=self._num_shards)
-        other._held = copy.copy(self._held)
-        other._sums, other._counts = dict(self._sums), copy.copy(self._counts)
+        other = copy.copy(self)
+        other._held, other._sums, other._counts = self._held.copy(), self._sums.copy(), self._counts.copy()
         return other
 
     def _parts(self) -> Dict[str, Part]:

@@ -6,7 +6,7 @@ import codecs
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator, List, Sequence, Tuple, Union
+from typing import Any, Iterator, List, Sequence, Tuple, Type, Union
 
 from ...checks import flag, instance, path_of, short, whole_number
 from ...errors import DataError
@@ -68,14 +68,14 @@ class SentencePairs:
         return SentencePairs(self.target, self.source)
 
 
-def texts_of(operation: str, name: str, texts: Any) -> Tuple[str, ...]:
-    """Return an iterable of texts as a tuple; raise `DataError` for anything else."""
+def texts_of(operation: str, name: str, texts: Any, *, error: Type[Exception] = DataError) -> Tuple[str, ...]:
+    """Return an iterable of texts as a tuple; raise `error` for anything else."""
     try:
         found = tuple(texts) if not isinstance(texts, (str, dict)) else (None,)
     except TypeError:  # not an iterable, such as an array of no dimension
         found = (None,)
     if not all(isinstance(text, str) for text in found):
-        raise DataError(f"{operation}: got {name}={short(texts)}; expected a list of texts. Pass for example ['one', 'two'].")
+        raise error(f"{operation}: got {name}={short(texts)}; expected a list of texts. Pass for example ['one', 'two'].")
     return found
 
 

@@ -15,7 +15,8 @@ from ...runtime.environment import require
 from .pairs import normalise
 
 PAD, BOS, EOS, UNK = range(4)  # padding, begin and end of a sentence, unknown
-SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+_NAMES = ("pad", "bos", "eos", "unk")  # as sentencepiece calls them
+SPECIAL = tuple(f"<{name}>" for name in _NAMES)
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _KINDS = {"subwords": "unigram", "words": "word", "characters": "char"}
 _COVERAGE = 0.9995
@@ -49,12 +50,11 @@ class Vocabulary:
                 f"Vocabulary: got {len(model)} bytes that sentencepiece cannot read; expected a sentencepiece model. Make it "
                 "with build_vocabulary."
             ) from error
-        named = self._processor
-        if (named.pad_id(), named.bos_id(), named.eos_id(), named.unk_id()) != (PAD, BOS, EOS, UNK):
+        found = [getattr(self._processor, f"{name}_id")() for name in _NAMES]
+        if found != [PAD, BOS, EOS, UNK]:
             raise DataError(
-                f"Vocabulary: got a model with pad, bos, eos and unk at {named.pad_id()}, {named.bos_id()}, {named.eos_id()} and "
-                f"{named.unk_id()}; expected 0, 1, 2 and 3. Train it with build_vocabulary, or with --pad_id=0 --bos_id=1 "
-                "--eos_id=2 --unk_id=3."
+                f"Vocabulary: got a model with pad, bos, eos and unk at {', '.join(map(str, found))}; expected 0, 1, 2 and 3. "
+                "Train it with build_vocabulary, or with --pad_id=0 --bos_id=1 --eos_id=2 --unk_id=3."
             )
 
     def __len__(self) -> int:
@@ -139,14 +139,8 @@ def build_vocabulary(
             required_chars=letters_of(lines) if is_usual else "",
             normalization_rule_name="identity",  # this package applies NFC; NFKC would change the text
             max_sentence_length=2**20,  # bytes; longer ones are left out
-            pad_id=PAD,
-            bos_id=BOS,
-            eos_id=EOS,
-            unk_id=UNK,
-            pad_piece=SPECIAL[PAD],
-            bos_piece=SPECIAL[BOS],
-            eos_piece=SPECIAL[EOS],
-            unk_piece=SPECIAL[UNK],
+            **{f"{name}_id": number for number, name in enumerate(_NAMES)},
+            **{f"{name}_piece": piece for name, piece in zip(_NAMES, SPECIAL)},
             unk_surface=UNKNOWN,
             minloglevel=2,
         )

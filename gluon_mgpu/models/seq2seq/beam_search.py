@@ -194,7 +194,7 @@ class _Hypothesis(NamedTuple):
     """Tokens so far, the last first: hypotheses of one beginning share it."""
 
     log_p: float
-    token: int = -1
+    token: int
     before: Optional[_Hypothesis] = None
     weights: Optional[np.ndarray] = None  # where the step that chose the token looked
 
@@ -227,10 +227,10 @@ class _Search:
         state, memory = net.encode(self._array(padded(sentences, max(lengths))), self._array(np.array(lengths, "int32")))
         self._state = tuple(mx.nd.repeat(one, options.beam_size, axis=0) for one in state)
         self._memory = tuple(mx.nd.repeat(one, options.beam_size, axis=0) for one in memory)
-        # One hypothesis to begin with; the other rows are ballast, of probability 0.
-        self._alive: List[List[Optional[_Hypothesis]]] = [
-            [_Hypothesis(0.0), *[None] * (options.beam_size - 1)] for _ in sentences
-        ]
+        # One hypothesis to begin with; the other rows are ballast.
+        first = _Hypothesis(0.0, options.bos)
+        self._ballast = [_Hypothesis(-math.inf, options.bos)] * options.beam_size
+        self._alive = [[first, *self._ballast[1:]] for _ in sentences]
         self._rows = np.arange(len(sentences) * options.beam_size, dtype="int32")  # whose state each row goes on with
         self._tokens = np.zeros((len(self._rows), 0), dtype="int32")  # of each row's hypothesis so far
         self._finished: List[List[Tuple[float, _Hypothesis, bool]]] = [[] for _ in sentences]
@@ -245,8 +245,8 @@ class _Search:
         """Let the device make one step of all hypotheses, and choose the K best of each sentence."""
         options, num = self._options, len(self._sentences)
         flat = [one for beam in self._alive for one in beam]
-        tokens = np.array([options.bos if one is None or one.before is None else one.token for one in flat], dtype="int32")
-        log_p = np.array([-np.inf if one is None else one.log_p for one in flat], dtype="float32")
+        tokens = np.array([one.token for one in flat], dtype="int32")
+        log_p = np.array([one.log_p for one in flat], dtype="float32")
         if self._num_steps:
             self._tokens = np.column_stack([self._tokens[self._rows], tokens])
         rows = self._array(self._rows)
@@ -289,7 +289,7 @@ class _Search:
             for one in alive:
                 self._finish(i, one, False)
         elif alive and self._can_win(i, alive[0]):
-            self._alive[i] = [*alive, *[None] * (self._options.beam_size - len(alive))]
+            self._alive[i] = [*alive, *self._ballast[len(alive) :]]
             return
         self._open.remove(i)
 

@@ -136,7 +136,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         source, lengths, target = _check_inputs((X, *more) if more else X)
         if self._is_overridden():
             return self.decode(target, *self.encode(source, lengths))[0]
-        inputs = (source, lengths, target, *self._start(source, lengths))
+        inputs = (source, lengths, target, *self.encoder.start(source, lengths))
         return super().forward(*inputs) if can_compile(self.decoder.layers, source) else self.hybrid_forward(mx.nd, *inputs)
 
     def graph_inputs(self, X: Any) -> Optional[Tuple[Array, ...]]:
@@ -146,7 +146,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
             source, lengths, target = _check_inputs(X)
             if self._is_overridden() or not can_compile(self.decoder.layers, source):
                 return None
-            return (source, lengths, target, *self._start(source, lengths))
+            return (source, lengths, target, *self.encoder.start(source, lengths))
 
     def begin_at(self, log_p: np.ndarray) -> None:
         """Let the output layer's bias begin at these log-probabilities: those of `data.unigram_log_p`. Call `initialize` next.
@@ -194,7 +194,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         source : NDArray, shape (N, S)
         lengths : NDArray, shape (N,)
         """
-        return self._encode(mx.nd, source, lengths, *self._start(source, lengths))
+        return self._encode(mx.nd, source, lengths, *self.encoder.start(source, lengths))
 
     @on_legacy_arrays
     def decode(self, target: Array, state: State, memory: Memory) -> Tuple[Array, State, Array]:
@@ -215,9 +215,6 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         weights : NDArray, shape (N, S, T)
         """
         return self._decode(mx.nd, target, state, memory)
-
-    def _start(self, source: Array, lengths: Array) -> Tuple[Array, Array]:
-        return self.encoder.start(source.T, lengths)
 
     def _encode(self, F: Any, source: Array, lengths: Array, backwards: Array, zeros: Array) -> Tuple[State, Memory]:
         values, keys, first = self.encoder(F.transpose(source), lengths, backwards, zeros)
@@ -260,7 +257,7 @@ class Encoder(nn.HybridBlock):  # type: ignore[misc]
 
         Parameters
         ----------
-        source : NDArray, shape (S, N)
+        source : NDArray, shape (N, S)
         lengths : NDArray, shape (N,)
 
         Returns
@@ -269,9 +266,10 @@ class Encoder(nn.HybridBlock):  # type: ignore[misc]
             Rows of (S * N,). Padding stays in its place.
         zeros : NDArray, shape (N, hidden)
         """
-        places = mx.nd.arange(source.size, ctx=source.context, dtype="int32").reshape(source.shape)
+        num_sentences, num_steps = source.shape
+        places = mx.nd.arange(source.size, ctx=source.context, dtype="int32").reshape((num_steps, num_sentences))
         backwards = mx.nd.SequenceReverse(places, lengths, use_sequence_length=True)
-        return backwards, mx.nd.zeros((source.shape[1], self._hidden_size), ctx=source.context)
+        return backwards, mx.nd.zeros((num_sentences, self._hidden_size), ctx=source.context)
 
     def forward(self, source: Array, lengths: Array, backwards: Array, zeros: Array) -> Tuple[Array, Array, Array]:
         """Return values (N, S, 2 hidden), keys (N, S, hidden), and first states, (N, all states of all layers).
@@ -336,15 +334,11 @@ class Decoder(nn.HybridBlock):  # type: ignore[misc]
     ) -> Tuple[Array, ...]:
         after: List[Array] = []
         outputs = embedded
-        for i, (layer, before) in enumerate(zip(self.layers, self._by_layer(state))):
+        for i, layer in enumerate(self.layers):
+            before = state[i * layer.num_states : (i + 1) * layer.num_states]
             outputs, *states = layer(self.dropout(outputs) if i else outputs, *before)
             after += states
         return (*self.attention(F.swapaxes(outputs, dim1=0, dim2=1), keys, values, lengths), *after)
-
-    def _by_layer(self, state: State) -> List[State]:
-        """Return each layer's states."""
-        size = self._num_arrays // len(self.layers)
-        return [state[i : i + size] for i in range(0, self._num_arrays, size)]
 
 
 def _rows(F: Any, outputs: Array, places: Array) -> Array:

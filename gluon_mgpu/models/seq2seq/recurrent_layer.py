@@ -79,8 +79,7 @@ class Recurrence(nn.HybridBlock):  # type: ignore[misc]
         projected = mx.nd.FullyConnected(inputs, i2h_weight, i2h_bias, num_hidden=i2h_bias.size, flatten=False)
         outputs: List[Array] = []
         for one in _each_step(projected):
-            after = self.cell(one, *h2h, *states)
-            states = tuple(after) if isinstance(after, (list, tuple)) else (after,)
+            states = tuple(self.cell(one, *h2h, *states))
             outputs.append(states[0])
         return (mx.nd.stack(*outputs, axis=0), *states)
 
@@ -127,13 +126,13 @@ class _GRUStep(nn.HybridBlock):  # type: ignore[misc]
         super().__init__(**kwargs)
         self._size = hidden_size
 
-    def hybrid_forward(self, F: Any, projected: Any, weight: Any, bias: Any, h: Any) -> Any:
+    def hybrid_forward(self, F: Any, projected: Any, weight: Any, bias: Any, h: Any) -> Tuple[Any]:
         recurrent = F.FullyConnected(h, weight, bias, num_hidden=3 * self._size)
         i2h_gates, i2h_new = _cut(F, projected, 2 * self._size)
         h2h_gates, h2h_new = _cut(F, recurrent, 2 * self._size)
         reset, update = F.split(F.sigmoid(i2h_gates + h2h_gates), num_outputs=2, axis=1)
         new = F.tanh(i2h_new + reset * h2h_new)
-        return new + update * (h - new)
+        return (new + update * (h - new),)
 
 
 class _LSTMStep(nn.HybridBlock):  # type: ignore[misc]
@@ -141,7 +140,7 @@ class _LSTMStep(nn.HybridBlock):  # type: ignore[misc]
         super().__init__(**kwargs)
         self._size = hidden_size
 
-    def hybrid_forward(self, F: Any, projected: Any, weight: Any, bias: Any, h: Any, c: Any) -> Any:
+    def hybrid_forward(self, F: Any, projected: Any, weight: Any, bias: Any, h: Any, c: Any) -> Tuple[Any, Any]:
         gates = projected + F.FullyConnected(h, weight, bias, num_hidden=4 * self._size)
         i, f, new, o = F.split(gates, num_outputs=4, axis=1)
         c = F.sigmoid(f) * c + F.sigmoid(i) * F.tanh(new)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Union
 
+from ...checkpoint.save_and_load import check_folder
 from ...checkpoint.snapshot import Snapshot
 from ...data import PairLoader, SentencePairs
 from ...errors import TrainerError
@@ -15,7 +16,7 @@ from ...loop.history import History
 from ...loop.save_checkpoints import Checkpoint
 from ...trainer.parameters import spans_devices
 from .translation_scores import translation_scores
-from .translator import Translator, check_replaceable
+from .translator import PARTS, Translator
 
 
 class ValidateTranslations(Callback):
@@ -102,4 +103,4 @@ class SaveTranslator(Checkpoint):
         return lambda folder: self._translator.write(folder, snapshot)
 
     def _check_replaceable(self, folder: Path) -> None:
-        check_replaceable(folder, "SaveTranslator")
+        check_folder(folder, PARTS, "SaveTranslator", "translator")

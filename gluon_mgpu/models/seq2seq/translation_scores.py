@@ -38,8 +38,6 @@ def translation_scores(translations: Sequence[str], references: Sequence[str]) -
     Source: Papineni et al., "BLEU", 2002; Popović, "chrF", 2015; Post, "A call for clarity in reporting BLEU scores", 2018.
     """
     scores = {"exact_match": 100 * exact_match(translations, references)}
-    if not has_sacrebleu():
-        return scores
     for name, metric in _metrics(references).items():
         scores[name] = float(metric.corpus_score(list(translations), [list(references)]).score)
     return scores
@@ -48,13 +46,15 @@ def translation_scores(translations: Sequence[str], references: Sequence[str]) -
 def score_signatures(references: Sequence[str]) -> Dict[str, str]:
     """Return sacrebleu's signatures of `bleu` and `chrf`, which say how they were computed; none without sacrebleu."""
     found = {}
-    for name, metric in (_metrics(references) if has_sacrebleu() else {}).items():
+    for name, metric in _metrics(references).items():
         metric.corpus_score(list(references), [list(references)])  # it counts the references
         found[name] = str(metric.get_signature())
     return found
 
 
 def _metrics(references: Sequence[str]) -> Dict[str, Any]:
+    if not has_sacrebleu():
+        return {}
     metrics = import_module("sacrebleu.metrics")  # only here: the import is slow
     tokenize = "char" if _is_korean(references) else "13a"
     # force: sentences of few words that end in a period are not tokenized text, of which sacrebleu would warn

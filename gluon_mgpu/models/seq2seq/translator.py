@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Union
+from typing import Any, Dict, List, Optional, Sequence, Union
 
 import mxnet as mx
 import numpy as np
@@ -16,8 +16,9 @@ from ...checkpoint.replace_folder import explained, new_folder, read_files
 from ...checkpoint.rotation import INNER
 from ...checkpoint.save_and_load import check_folder, check_parameters, set_parameters
 from ...checkpoint.snapshot import FILES, Snapshot, content_of, take_snapshot
-from ...checks import instance, path_of, short
+from ...checks import instance, path_of
 from ...data import EOS, Vocabulary
+from ...data.text.pairs import texts_of
 from ...data.text.vocabulary import fingerprint
 from ...devices.select import check_contexts
 from ...distributed.process import this_process
@@ -130,9 +131,7 @@ class Translator:
         TrainerError
             `texts` is not a list of texts, or an option is invalid.
         """
-        texts = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else texts
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise TrainerError(f"Translator: got {short(texts)}; expected a list of texts. Pass [text] for one.")
+        texts = texts_of("Translator", "texts", texts, error=TrainerError)
         encoded = [self.source_vocabulary.encode(text) for text in texts]
         not_empty = [sentence for sentence in encoded if sentence]
         search.setdefault("length_ratio", self.length_ratio)
@@ -182,7 +181,7 @@ class Translator:
             The folder cannot be written. The previous content stays.
         """
         folder = Path(folder)
-        check_replaceable(folder)
+        check_folder(folder, PARTS, "Translator.save", "translator")
         snapshot = take_snapshot(self.net, trainer, progress)
         if this_process().rank:
             return
@@ -281,8 +280,3 @@ def _read_vocabulary(files: Files, side: str, known: str) -> Vocabulary:
             f"vocabulary that was saved with it. {_ADVICE}."
         )
     return Vocabulary(files.contents[name])
-
-
-def check_replaceable(folder: Path, operation: str = "Translator.save") -> None:
-    """Raise `StateError` unless a translator may be written to this folder: it is not there yet, or holds a translator."""
-    check_folder(folder, PARTS, operation, "translator")

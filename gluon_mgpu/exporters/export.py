@@ -154,9 +154,7 @@ def _export_symbol(graph: ExportGraph, path: Path, check: bool, tolerance: float
         return Exported(files, difference, {name: value.shape for name, value in graph.inputs.items()})
 
 
-def _export_onnx(
-    graph: ExportGraph, path: Path, check: bool, tolerance: float, axes: Optional[Sequence[Group]] = None
-) -> Exported:
+def _export_onnx(graph: ExportGraph, path: Path, check: bool, tolerance: float, axes: Optional[Sequence[Group]]) -> Exported:
     """Write a graph as an ONNX file with the most open axes that the network and the file allow."""
     with explained("export", path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)

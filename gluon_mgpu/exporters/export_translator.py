@@ -14,10 +14,9 @@ from ..errors import TrainerError
 from ..models import Seq2Seq
 from ..models.seq2seq.beam_search import EXTRA_TOKENS, LENGTH_FACTOR, MAX_REPEATS
 from ..models.seq2seq.translator import Translator
-from ..nested import Array
 from ..trainer.parameters import average_replicas, devices_of
 from . import onnx_translator
-from .sampled_graph import ExportGraph, complete, legacy_mode
+from .sampled_graph import ExportGraph, array_on, complete, legacy_mode
 from .write_onnx import Group
 
 CONFIG_FILE, PROGRAM = "translator.json", "translate.py"
@@ -51,19 +50,16 @@ def graphs_of(net: Seq2Seq) -> Dict[str, Tuple[ExportGraph, List[Group]]]:
     lengths = rng.randint(1, _STEPS + 1, _BATCH).astype("int32")
     token = rng.randint(0, net.target_vocab_size, (_BATCH, 1)).astype("int32")
 
-    def on_device(value: np.ndarray) -> Array:
-        return mx.nd.array(value, ctx=context, dtype=value.dtype)
-
+    @legacy_mode()
     def encode(inputs: Dict[str, np.ndarray]) -> List[np.ndarray]:
-        with mx.util.np_array(False):
-            state, (keys, values, _) = net.encode(on_device(inputs["source"]), on_device(inputs["lengths"]))
+        state, (keys, values, _) = net.encode(array_on(context, inputs["source"]), array_on(context, inputs["lengths"]))
         return [one.asnumpy() for one in (*state, keys, values)]
 
+    @legacy_mode()
     def decode(inputs: Dict[str, np.ndarray]) -> List[np.ndarray]:
-        given = {name: on_device(value) for name, value in inputs.items()}
+        given = {name: array_on(context, value) for name, value in inputs.items()}
         state = tuple(given[f"state{i}"] for i in range(len(given) - 4))
-        with mx.util.np_array(False):
-            scores, after, weights = net.decode(given["token"], state, (given["keys"], given["values"], given["lengths"]))
+        scores, after, weights = net.decode(given["token"], state, (given["keys"], given["values"], given["lengths"]))
         return [one.asnumpy() for one in (scores.reshape((len(inputs["token"]), -1)), *after, weights)]
 
     read = {"source": source, "lengths": lengths}

@@ -49,7 +49,11 @@ def prepared(traced: ExportGraph) -> Tuple[Any, Dict[str, np.ndarray]]:
     TrainerError
         The parameters of a recurrent layer depend on the data.
     """
-    graph = _legacy_graph(traced.symbol)
+    graph = json.loads(traced.symbol.tojson())
+    graph.get("attrs", {}).pop("is_np_shape", None)
+    for node in graph["nodes"]:
+        _rename(node)
+    _name_apart(graph)
     values = dict(traced.params)
     for node in [node for node in graph["nodes"] if node["op"] == "RNN"]:
         index = node["inputs"][1][0]
@@ -64,7 +68,10 @@ def prepared(traced: ExportGraph) -> Tuple[Any, Dict[str, np.ndarray]]:
 
 
 def _name_apart(graph: Dict[str, Any]) -> None:
-    """Give each node and each output of a graph its own name. Outputs that repeat, or are inputs, are copied."""
+    """Give each node and each output of a graph its own name. Outputs that repeat, or are inputs, are copied.
+
+    A layer that is called twice gives its nodes the same names, and MXNet's converter finds outputs by their names.
+    """
     nodes, heads = graph["nodes"], graph["heads"]
     taken = {node["name"] for node in nodes}
     seen = {node["name"] for node in nodes if node["op"] == "null"}
@@ -85,20 +92,8 @@ def _name_apart(graph: Dict[str, Any]) -> None:
             heads[i] = [len(nodes) - 1, 0, 0]
 
 
-def _legacy_graph(symbol: Any) -> Dict[str, Any]:
-    """Return a graph as MXNet writes it to a file, with operators for legacy arrays, each with its own name.
-
-    A layer that is called twice gives its nodes the same names, and MXNet's converter finds outputs by their names.
-    """
-    graph: Dict[str, Any] = json.loads(symbol.tojson())
-    graph.get("attrs", {}).pop("is_np_shape", None)
-    for node in graph["nodes"]:
-        _rename(node)
-    _name_apart(graph)
-    return graph
-
-
 def _rename(node: Node) -> None:
+    """Make a node an operator for legacy arrays."""
     old = node["op"]
     if node.get("attrs", {}).get("layout") == "NCW":  # MXNet's converters compute it, but accept 2-D and 3-D layouts by name
         del node["attrs"]["layout"]

@@ -207,18 +207,19 @@ def _recurrent(op: Operator) -> None:
     """Convert a recurrent operator: one of ONNX for each layer, in both directions. ONNX begins with zeros by itself."""
     begins = [name if source != "_zeros" else "" for name, source in zip(op.inputs[2:], op.sources[2:])]
     found, lasts = op.inputs[0], [[] for _ in begins]  # type: ignore[var-annotated]
-    layers = onnx_layers(op.attrs, op.params[op.inputs[1]])
-    for number, layer in enumerate(layers):
-        read = [found, *map(op.constant, layer.arrays), ""]
+    kind, options, layers = onnx_layers(op.attrs, op.params[op.inputs[1]])
+    for number, arrays in enumerate(layers):
+        num_directions = len(arrays[0])
+        rows = np.arange(number * num_directions, (number + 1) * num_directions)
+        read = [found, *map(op.constant, arrays), ""]
         for begin in begins:
-            rows = np.arange(number * layer.num_directions, (number + 1) * layer.num_directions)
             read.append(op.add("Gather", begin, op.constant(rows), axis=0) if begin else "")
         while not read[-1]:
             read.pop()
         outputs = [f"{op.name}_layer{number}_{part}" for part in ("all", "state", "cell")[: 1 + len(begins)]]
-        steps = op.add(layer.kind, *read, outputs=outputs, **layer.options)
+        steps = op.add(kind, *read, outputs=outputs, **options)
         moved, shape = op.add("Transpose", steps, perm=[0, 2, 1, 3]), op.constant([0, 0, -1])
-        found = op.add("Reshape", moved, shape, outputs=[op.name] if layer is layers[-1] else ())
+        found = op.add("Reshape", moved, shape, outputs=[op.name] if arrays is layers[-1] else ())
         for last, name in zip(lasts, outputs[1:]):
             last.append(name)
     if op.attrs.get("state_outputs"):

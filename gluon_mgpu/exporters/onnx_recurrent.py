@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Dict, List, Tuple
 
 import numpy as np
@@ -12,19 +11,11 @@ from ..errors import TrainerError
 _NUM_GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 _ONNX_ORDER = {"lstm": (0, 3, 1, 2), "gru": (1, 0, 2)}  # MXNet has i f c o and r z n; ONNX i o f c and z r n
 
-
-@dataclass(frozen=True)
-class OnnxLayer:
-    """One layer in all its directions: ONNX's operator, its options, and its arrays W, R and B."""
-
-    kind: str
-    options: Dict[str, Any]
-    arrays: Tuple[np.ndarray, ...]
-    num_directions: int
+Arrays = Tuple[np.ndarray, ...]  # W, R and B of one layer, by its directions
 
 
-def onnx_layers(attributes: Dict[str, Any], parameters: np.ndarray) -> List[OnnxLayer]:
-    """Return the layers of a recurrent operator.
+def onnx_layers(attributes: Dict[str, Any], parameters: np.ndarray) -> Tuple[str, Dict[str, Any], List[Arrays]]:
+    """Return ONNX's operator for a recurrent one of MXNet, its options, and its arrays layer by layer.
 
     MXNet keeps the weights of all layers and directions, then their biases; of each, the part for the input comes first.
     """
@@ -51,14 +42,14 @@ def onnx_layers(attributes: Dict[str, Any], parameters: np.ndarray) -> List[Onnx
         gates = np.split(array, _NUM_GATES[mode])
         return np.concatenate([gates[i] for i in _ONNX_ORDER.get(mode, (0,))])
 
-    layers = []
+    layers: List[Arrays] = []
     for _ in range(num_layers):
         parts = []
         for _ in range(directions):
             i2h, h2h, weights = np.split(weights, [width * columns, width * (columns + size)])
             both, biases = np.split(biases, [2 * width])
-            bias = np.concatenate([ordered(both[:width]), ordered(both[width:])])
+            bias = np.concatenate([ordered(part) for part in np.split(both, 2)])
             parts.append((ordered(i2h.reshape(width, columns)), ordered(h2h.reshape(width, size)), bias))
-        layers.append(OnnxLayer(kind, options, tuple(map(np.stack, zip(*parts))), directions))
+        layers.append(tuple(map(np.stack, zip(*parts))))
         columns = directions * size
-    return layers
+    return kind, options, layers

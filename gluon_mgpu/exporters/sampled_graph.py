@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
-from mxnet import autograd, gluon
+from mxnet import Context, autograd, gluon
 from mxnet.gluon.block import _flatten, _regroup
 
 from ..checks import OF_WRONG_DATA, explaining, instance, reason_of, short
@@ -103,8 +103,7 @@ def arguments_of(net: gluon.Block, sample: Any) -> Tuple[Any, ...]:
             one = leaf.as_in_context(context)
             return one.as_np_ndarray() if mx.util.is_np_array() else one.as_nd_ndarray()
         value = np.asarray(leaf)
-        dtype = np.float32 if value.dtype == np.float64 else value.dtype
-        return (mx.np if mx.util.is_np_array() else mx.nd).array(value, ctx=context, dtype=dtype)
+        return array_on(context, value.astype(np.float32) if value.dtype == np.float64 else value)
 
     expected = "arrays that the network accepts"
     advice = "Pass one batch as the network takes it."
@@ -194,7 +193,7 @@ def trace(net: gluon.Block, arguments: Sequence[Any]) -> ExportGraph:
     arrays = dict(zip([one.name for one in data], [array for array in flat if array is not None]))
 
     def run(inputs: Dict[str, np.ndarray]) -> List[np.ndarray]:
-        others = iter([_like(inputs[name], array) if name in inputs else array for name, array in arrays.items()])
+        others = iter([array_on(array.context, inputs[name]) if name in inputs else array for name, array in arrays.items()])
         return _predicted(net, _regroup([None if array is None else next(others) for array in flat], form))
 
     return complete(classic, net, {name: array.asnumpy() for name, array in arrays.items()}, outputs, run)
@@ -226,6 +225,7 @@ def _predicted(net: gluon.Block, arguments: Sequence[Any]) -> List[np.ndarray]:
         return [array.asnumpy() for array in _flatten(net(*arguments), "output")[0]]
 
 
-def _like(value: np.ndarray, array: Array) -> Array:
-    made = mx.nd.array(value, ctx=array.context, dtype=value.dtype)
+def array_on(context: Context, value: np.ndarray) -> Array:
+    """Return a device's array of a value, of the current mode."""
+    made = mx.nd.array(value, ctx=context, dtype=value.dtype)
     return made.as_np_ndarray() if mx.util.is_np_array() else made

@@ -44,6 +44,6 @@ def run_symbol(graph: ExportGraph, symbol_file: Path, params_file: Path) -> List
         )
     array = mx.np.array if graph.is_np else mx.nd.array
     expected = "a graph that MXNet runs"
-    with autograd.pause(train_mode=False), explaining("export", "symbol files", expected, advice="Try format='onnx'."):
+    with autograd.pause(train_mode=False), explaining("export", "symbol files", expected, advice="Export an .onnx file."):
         found = block(*(array(value, dtype=value.dtype, ctx=mx.cpu()) for value in graph.inputs.values()))
     return [one.asnumpy() for one in (found if isinstance(found, (list, tuple)) else [found])]

@@ -162,7 +162,7 @@ def run_onnx(path: Path, inputs: Dict[str, np.ndarray]) -> List[np.ndarray]:
     return found
 
 
-def open_axes(graph: ExportGraph, wanted: Optional[Sequence[Group]] = None) -> List[OpenAxes]:
+def open_axes(graph: ExportGraph, wanted: Optional[Sequence[Group]]) -> List[OpenAxes]:
     """Return which axes may vary, the best choice first, the last one none.
 
     `wanted` are groups of axes that vary together. By default they are the first axis of all inputs; with recurrent layers, also

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import reprlib
 import sys
+import traceback
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
@@ -183,10 +184,8 @@ def is_of_mxnet(error: Exception) -> bool:
     """Return whether MXNet raised this error about its data: an MXNetError, or a builtin error of its Python code."""
     if any(kind.__module__.split(".")[0] == "mxnet" for kind in type(error).__mro__):
         return True
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    raised_by = str(place.tb_frame.f_globals.get("__name__", "")) if place is not None else ""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raised_by = str(frames[-1].f_globals.get("__name__", "")) if frames else ""
     return type(error) in OF_WRONG_DATA and raised_by.split(".")[0] == "mxnet"
 
 

@@ -16,7 +16,7 @@ class _OneLineError(Exception):
 
 def one_line(text: str) -> str:
     """Return a message as one line of at most 600 characters."""
-    text = " ".join(text.splitlines()) if len(text.splitlines()) > 1 else text
+    text = " ".join(text.splitlines())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2 - 5]} ... {text[5 - _LONGEST // 2 :]}"
 
 

@@ -61,7 +61,8 @@ def describe_devices() -> List[DeviceInfo]:
     num_gpus = mxnet_gpus.num_gpus()
     agree = len(visible.devices) == num_gpus
     known: List[Optional[Gpu]] = [device.gpu for device in visible.devices] if agree else [None] * num_gpus
-    cpu = DeviceInfo("cpu(0)", _cpu_name(), _memory_bytes("MemTotal"), True, "", free_bytes=_memory_bytes("MemAvailable") or None)
+    name = f"{_proc_values('/proc/cpuinfo').get('model name', 'CPU')}, {environment.num_cores()} cores"
+    cpu = DeviceInfo("cpu(0)", name, _memory_bytes("MemTotal"), True, "", free_bytes=_memory_bytes("MemAvailable") or None)
     found = [cpu, *(_seen(number, gpu, visible.doubt) for number, gpu in enumerate(known))]
     there, shown = driver.gpus if driver else (), {gpu.uuid for gpu in known if gpu}
     for gpu in there:
@@ -83,11 +84,6 @@ def _seen(number: int, gpu: Optional[Gpu], doubt: str) -> DeviceInfo:
 def _info(name: str, gpu: Gpu, reason: str, note: str) -> DeviceInfo:
     names = (gpu.index, gpu.uuid or None, gpu.pci_bus_id or None)
     return DeviceInfo(name, gpu.name or "NVIDIA GPU", gpu.total_bytes or 0, not reason, reason, note, gpu.free_bytes, *names)
-
-
-def _cpu_name() -> str:
-    name = _proc_values("/proc/cpuinfo").get("model name", "CPU")
-    return f"{name}, {environment.num_cores()} cores"
 
 
 def _memory_bytes(which: str) -> int:

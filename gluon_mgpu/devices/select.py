@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import contextmanager
-from typing import Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Iterator, List, Optional, Sequence, Union
 
 import mxnet as mx
 from mxnet import Context
@@ -118,7 +118,7 @@ def resolve_devices(spec: DeviceSpec = None, *, min_free_memory: Union[None, int
         spec = int(spec) if re.fullmatch(r"[0-9]{1,9}", spec) else spec
     demand = _demand(spec, num_bytes(min_free_memory))
     contexts = _named(spec) if demand is None else _contexts_for(demand)
-    check_contexts(contexts, "use_devices")
+    check_contexts(contexts, "use_devices", spec)
     for context in contexts:
         _check_present(context)
     return contexts
@@ -133,11 +133,7 @@ def _named(spec: DeviceSpec) -> List[Context]:
     if _num_gpus_of(spec):
         return _first(_num_gpus_of(spec), of_gpus=True)
     if isinstance(spec, str):
-        contexts = [mx.Context(kind, i) for kind, i in _parse(spec)]
-        for context in contexts:
-            if context.device_type == "gpu":
-                _check_seen(context, spec=spec)
-        return contexts
+        return _parse(spec)
     if isinstance(spec, Context):
         return [spec]
     if isinstance(spec, (list, tuple)):
@@ -168,7 +164,7 @@ def _demand(spec: DeviceSpec, min_free_bytes: int) -> Optional[Demand]:
     if is_whole(spec) or count:
         return Demand(str(spec), None, _counted(count), False, min_free_bytes)
     contexts = _named(spec)
-    check_contexts(contexts, "use_devices")
+    check_contexts(contexts, "use_devices", spec)
     if any(context.device_type != "gpu" for context in contexts):
         raise DeviceError(f"use_devices: got {contexts} with min_free_memory; expected only GPUs. Leave it out on CPUs.")
     text = str(spec) if isinstance(spec, str) else ", ".join(map(str, contexts))
@@ -183,8 +179,11 @@ def _contexts_for(demand: Demand) -> List[Context]:
     return [mx.gpu(device.number) for device in free_gpus.acquire(demand)] or [mx.cpu(0)]
 
 
-def check_contexts(contexts: Sequence[Context], operation: str) -> None:
-    """Raise `DeviceError` unless these are one or more different CPU or GPU contexts; set their numbers of threads."""
+def check_contexts(contexts: Sequence[Context], operation: str, spec: DeviceSpec = None) -> None:
+    """Raise `DeviceError` unless these are one or more different CPU or GPU contexts; set their numbers of threads.
+
+    If they come from a spec, an error about it explains numbers and counts.
+    """
     if not isinstance(contexts, (list, tuple)) or not contexts:
         raise DeviceError(f"{operation}: got {short(contexts)} for the devices; expected at least one context. Pass [mx.cpu()].")
     for context in contexts:
@@ -195,7 +194,7 @@ def check_contexts(contexts: Sequence[Context], operation: str) -> None:
         raise DeviceError(f"{operation}: got {twice} twice in {short(contexts)}; expected different devices. Name each once.")
     for context in contexts:
         if context.device_type == "gpu":
-            _check_seen(context, operation)
+            _check_seen(context, operation, spec)
     environment.set_threads(contexts)
 
 
@@ -243,15 +242,15 @@ def _counted(num_devices: int) -> int:
     return num_devices
 
 
-def _parse(spec: str) -> List[Tuple[str, int]]:
-    """Return (kind, number) pairs of a spec such as 'gpu:0,2', 'gpu:4-7', 'cpu:0,gpu:0', 'cpu*2'."""
+def _parse(spec: str) -> List[Context]:
+    """Return the contexts of a spec such as 'gpu:0,2', 'gpu:4-7', 'cpu:0,gpu:0', 'cpu*2'."""
     count = re.fullmatch(r"cpu(?:\*([0-9]{1,9}))?", spec)
     if count:
-        return [("cpu", i) for i in range(_counted(int(count.group(1) or 1)))]
+        return [mx.cpu(i) for i in range(_counted(int(count.group(1) or 1)))]
     if spec == "gpu":
         _check_seen(mx.gpu(0))
-        return [("gpu", i) for i in range(mxnet_gpus.num_gpus())]
-    pairs: List[Tuple[str, int]] = []
+        return [mx.gpu(i) for i in range(mxnet_gpus.num_gpus())]
+    contexts: List[Context] = []
     kind = ""
     for item in spec.split(","):
         match = re.fullmatch(r"(?:(cpu|gpu):)?([0-9]{1,6})(?:-([0-9]{1,6}))?", item)
@@ -261,9 +260,9 @@ def _parse(spec: str) -> List[Tuple[str, int]]:
         first, last = int(match.group(2)), int(match.group(3) or match.group(2))
         if last < first:
             raise DeviceError(f"use_devices: got {first}-{last}; expected the smaller number first. {_FORMS}")
-        _counted(len(pairs) + last - first + 1)
-        pairs += [(kind, i) for i in range(first, last + 1)]
-    return pairs
+        _counted(len(contexts) + last - first + 1)
+        contexts += [mx.Context(kind, i) for i in range(first, last + 1)]
+    return contexts
 
 
 def _check_seen(context: Context, operation: str = "use_devices", spec: DeviceSpec = None) -> None:

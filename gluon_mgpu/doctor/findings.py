@@ -57,13 +57,15 @@ class Examination:
         self.findings += self.run(check, [], find, *arguments)
 
 
-def describe_error(error: BaseException) -> Tuple[str, str]:
+def describe_error(message: str, otherwise: str = "Follow the message.") -> Tuple[str, str]:
     """Split an error of this package into two parts: the value it got, and the expected condition with the advice.
+
+    `otherwise` is the advice for a message that names no condition.
 
     Examples
     --------
-    >>> describe_error(ValueError("fit: got 0 epochs; expected 1 or more. Pass epochs=1."))
+    >>> describe_error("fit: got 0 epochs; expected 1 or more. Pass epochs=1.")
     ('fit: got 0 epochs', 'Expected 1 or more. Pass epochs=1.')
     """
-    what, found, to_do = str(error).strip().partition("; expected ")
-    return what or type(error).__name__, f"Expected {to_do}" if found else "Follow the message."
+    what, found, to_do = message.partition("; expected ")
+    return what, f"Expected {to_do}" if found else otherwise

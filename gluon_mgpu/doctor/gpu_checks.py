@@ -8,7 +8,7 @@ from typing import Iterator, List, Optional
 from ..runtime.nvidia.nvml import Driver, Gpu
 from ..runtime.nvidia.visible import visible_gpus
 from ..runtime.units import format_bytes
-from .findings import Problem
+from .findings import Problem, describe_error
 
 _OLDEST_DRIVER = "450.80.02"  # for CUDA 11. Source: NVIDIA, "CUDA Compatibility", minor version compatibility.
 _SLOWED = {"hardware slowdown", "temperature", "temperature, by hardware", "power brake"}
@@ -31,8 +31,7 @@ def check_driver(driver: Optional[Driver], why_not: str, *, has_cuda: bool) -> L
     if driver is None:
         if not has_cuda and not any(map(os.path.exists, _SIGNS)):
             return []
-        what, _, to_do = why_not.partition("; expected ")
-        to_do = f"Expected {to_do}" if to_do else "Check the output of nvidia-smi."
+        what, to_do = describe_error(why_not, "Check the output of nvidia-smi.")
         return [Problem("driver", f"The GPUs cannot be read: {what}.", to_do)]
     major = driver.cuda_version.partition(".")[0]
     if has_cuda and major.isdigit() and int(major) < 11:

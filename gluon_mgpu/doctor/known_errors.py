@@ -41,7 +41,7 @@ def explain_message(text: str) -> List[Entry]:
     []
     """
     named = [entry for entry in entries() if entry.name == text.strip()]
-    lines = [_normalised(line) for line in text.splitlines()]
+    lines = [f"|{_folded(line)}|" for line in text.splitlines()]
     whole = "\n".join(lines)
     possible = [(parts, entry) for parts, entry in _fragments() if all(part in whole for part in parts)]
     found: Dict[str, Entry] = {}
@@ -86,11 +86,6 @@ def _fragments() -> Tuple[Tuple[Tuple[str, ...], Entry], ...]:
 
 def _folded(text: str) -> str:
     return " ".join(text.casefold().translate(_QUOTES).split())
-
-
-def _normalised(line: str) -> str:
-    """Return a line as fragments are compared with it: |its words in lower case|."""
-    return f"|{_folded(line)}|"
 
 
 def _contains(line: str, parts: Tuple[str, ...]) -> bool:

@@ -35,7 +35,7 @@ def probe(spec: str) -> Dict[str, Any]:
     try:
         contexts = resolve_devices(spec)
     except DeviceError as error:
-        exam.findings.append(Problem("devices", *describe_error(error), True))
+        exam.findings.append(Problem("devices", *describe_error(str(error)), True))
     for context in contexts:
         exam.check("devices", try_gradient, context)
     exam.check("devices", check_devices, devices)

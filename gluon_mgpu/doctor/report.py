@@ -52,14 +52,9 @@ class Report:
 
     def as_json(self) -> Dict[str, Any]:
         """Return everything as plain values."""
-        return {
-            "machine": asdict(self.machine) if self.machine else None,
-            "packages": asdict(self.packages),
-            "driver": asdict(self.driver) if self.driver else None,
-            "why_no_driver": self.why_no_driver,
-            "mxnet": self.mxnet,
-            "problems": [asdict(finding) for finding in self.findings],
-        }
+        found = asdict(self)
+        found["problems"] = found.pop("findings")
+        return found
 
     def rows(self, *, verbose: bool = False) -> Iterator[Row]:
         """Yield a short report as labels and texts: versions, GPUs, devices, threads; all details with `verbose`."""
@@ -140,5 +135,5 @@ def run_probe(spec: str) -> Dict[str, Any]:
         found: Dict[str, Any] = json.loads(lines[-1])
         return found
     errors = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"it ended with status {done.returncode}"]
-    what, to_do = describe_error(ImportError(errors[-1]))
+    what, to_do = describe_error(errors[-1])
     return {**_NOTHING, "problems": [asdict(Problem("MXNet", f"It cannot be used: {what}", to_do, True))]}

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import compress, filterfalse
 from operator import attrgetter, is_not
-from typing import Dict, FrozenSet, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Dict, FrozenSet, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 from weakref import ReferenceType, WeakSet, ref
 
 import mxnet as mx
@@ -99,8 +99,7 @@ class Gradients:
         self.all_take_part = self.has_counted = self.is_reached = self.is_settled = False
         self._find_unused = find_unused
         self._logged: Set[str] = set()  # names of unused parameters
-        self._sums: Dict[Bucket, List[Array]] = {}  # of counted passes, one per replica
-        self._singles: Dict[Tuple[int, int], Array] = {}  # of others, by parameter and replica
+        self._sums: Dict[Union[Bucket, Tuple[int, ...]], List[Array]] = {}  # of counted passes, one per replica
         self._reached: Set[int] = set()  # parameters that counted passes have written
         self._own: List[Tuple[Array, Array]] = []  # gradients that hold a sum over devices, each with a copy of the device's own
         self._latest: Optional[_Written] = None
@@ -197,11 +196,13 @@ class Gradients:
         if not self.all_take_part:
             self._check_unused(self._used(fresh), ignore_stale_grad=True)
         self.has_counted = True
-        written = {self._entries[at] for at in np.flatnonzero(fresh).tolist()}
-        self._reached.update(index for index, _ in written)
+        self._reached.update(self._indices[self._rows_of(fresh)].tolist())
         if adds:
             with autograd.pause():
-                self._add_to_sums(written)
+                self._zero(~fresh & ~self._running, self._layout.slabs)
+                for slab in filterfalse(self._is_running, self._layout.slabs):
+                    for total, gradient in zip(self._sums_of(slab), slab.gradients):
+                        _add(total, gradient, total)
         self._clear()
         _now.end_step()
 
@@ -353,42 +354,24 @@ class Gradients:
 
     # Sums over several passes
 
-    def _add_to_sums(self, written: Set[Tuple[int, int]]) -> None:
-        for slab in filterfalse(self._is_running, self._layout.slabs):
-            for replica, gradient in enumerate(slab.gradients):
-                own = [index for index in slab.indices if (index, replica) in written]
-                if slab.bucket is not None and len(own) == len(slab.indices):
-                    total = self._sum_of(slab, slab.bucket, replica)
-                    mx.nd.elemwise_add(total, gradient, out=total)
-                    continue
-                for index in own:
-                    gradient, former = (
-                        self._layout.params[index]._grad[replica].as_nd_ndarray(),
-                        self._singles.get((index, replica)),
-                    )
-                    self._singles[index, replica] = gradient.copy() if former is None else mx.nd.elemwise_add(former, gradient)
-
-    def _sum_of(self, slab: Slab, bucket: Bucket, replica: int) -> Array:
-        if bucket not in self._sums:
-            self._sums[bucket] = list(map(mx.nd.zeros_like, bucket.gradients))
-        return self._sums[bucket][replica][slab.begin : slab.end]
-
     def _add_sums(self) -> None:
         """Add the sums to the gradients, which are zero where no pass came later."""
         with autograd.pause():
-            for slab in self._layout.slabs if self._sums else ():
-                if slab.bucket in self._sums:
-                    for replica, gradient in enumerate(slab.gradients):
-                        mx.nd.elemwise_add(self._sum_of(slab, slab.bucket, replica), gradient, out=gradient)
-            for (index, replica), total in self._singles.items():
-                if self._layout.params[index]._grad:
-                    gradient = self._layout.params[index]._grad[replica].as_nd_ndarray()
-                    mx.nd.elemwise_add(total, gradient).copyto(gradient)
+            for slab in self._layout.slabs:
+                if (slab.bucket or slab.indices) in self._sums:
+                    for total, gradient in zip(self._sums_of(slab), slab.gradients):
+                        _add(total, gradient, gradient)
+
+    def _sums_of(self, slab: Slab) -> List[Array]:
+        key = slab.bucket or slab.indices
+        if key not in self._sums:
+            self._sums[key] = [mx.nd.zeros_like(one.as_nd_ndarray()) for one in (slab.bucket or slab).gradients]
+        return [one[slab.begin : slab.end] for one in self._sums[key]] if slab.bucket else self._sums[key]
 
     def _drop_sums(self) -> None:
         if self.has_counted:
             self.has_counted = False
-            self._sums, self._singles, self._reached = {}, {}, set()
+            self._sums, self._reached = {}, set()
 
     # Passes
 
@@ -592,6 +575,14 @@ _now = _Now()
 _all: List[ReferenceType[Gradients]] = []  # of all trainers
 _adding: WeakSet[gluon.Parameter] = WeakSet()
 _lock = threading.RLock()  # a pass sets the flags of all trainers
+
+
+def _add(one: Array, other: Array, out: Array) -> None:
+    """Write the sum of two gradients to one of them, dense or sparse."""
+    if out.stype == "default":
+        mx.nd.elemwise_add(one.as_nd_ndarray(), other.as_nd_ndarray(), out=out.as_nd_ndarray())
+    else:
+        mx.nd.elemwise_add(one, other).copyto(out)
 
 
 def _alive() -> List[Gradients]:

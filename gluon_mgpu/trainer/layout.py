@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter, is_not
 from typing import Dict, List, Optional, Sequence, Tuple, Union
 
@@ -12,18 +12,9 @@ from mxnet import Context, gluon
 from ..errors import TrainerError
 from ..nested import Array, num_bytes
 from .parameters import Params, blocks_of, check_initialised, named_params, spans_devices
-from .slab import Bucket, Slab, one_each, place, place_of, slabs_of
+from .slab import Bucket, Slab, multipliers_of, one_each, place, place_of, slabs_of
 
 _GRAD = attrgetter("_grad")
-_MULTIPLIERS = attrgetter("lr_mult", "wd_mult")
-
-
-@dataclass(frozen=True)
-class Group:
-    """Parameters that share devices: their positions in the network, and the device of each replica."""
-
-    indices: List[int]
-    contexts: List[Context]
 
 
 class Layout:
@@ -52,7 +43,8 @@ class Layout:
     structural : bool
         Whether the names are structural.
     params : list of gluon.Parameter
-    groups : list of Group
+    groups : dict of tuple of Context to list of int
+        The parameters that share devices, by the devices of their replicas: usually one group of all.
     contexts : list of mxnet.Context
         One per replica: where its data go.
     devices : list of mxnet.Context
@@ -86,22 +78,26 @@ class Layout:
         self.structural = isinstance(params, gluon.Block)
         self.params = list(named.values())
         self.spans_devices = spans_devices(params)
-        self.groups = _groups(named)
-        if len(self.groups) > 1 and not self.spans_devices:
-            first, other = self.groups[:2]
+        self.groups: Dict[Tuple[Context, ...], List[int]] = {}
+        check_initialised("Trainer", named)
+        for index, param in enumerate(self.params):
+            self.groups.setdefault(tuple(param.list_ctx()), []).append(index)
+        first, *others = self.groups
+        if others and not self.spans_devices:
+            name = self.names[self.groups[others[0]][0]]
             raise TrainerError(
-                f"Trainer: got {self.names[other.indices[0]]} on {other.contexts} and others on {first.contexts}; expected all "
-                "parameters on the same devices. Call net.collect_params().reset_ctx(ctx)."
+                f"Trainer: got {name} on {list(others[0])} and others on {list(first)}; expected all parameters on the same "
+                "devices. Call net.collect_params().reset_ctx(ctx)."
             )
-        self.contexts: List[Context] = list(getattr(params, "replica_contexts", self.groups[0].contexts))
+        self.contexts: List[Context] = list(getattr(params, "replica_contexts", first))
         self.devices: List[Context] = list(getattr(params, "all_contexts", self.contexts))
-        self.contexts_of = {index: group.contexts for group in self.groups for index in group.indices}
+        self.contexts_of = {index: list(contexts) for contexts, indices in self.groups.items() for index in indices}
         self.trainable: List[int] = []
         self.shapeless: List[int] = []
         self.slabs: List[Slab] = []
         self.everywhere: List[Slab] = []
         self._has_begun = False
-        most = max(len(group.contexts) for group in self.groups)
+        most = max(map(len, self.groups))
         self.is_sharded = shards_optimizer and most > 1
         self.needs_sum = most > 1
         self._owners: Dict[Union[Bucket, int], int] = {}  # by bucket, or by the index of a parameter that is not in one
@@ -130,8 +126,8 @@ class Layout:
         """Put parameters into buckets that have no place yet, and divide the trainable ones into slabs."""
         params = self.params
         self._check_dense()
-        for group in self.groups:
-            place([params[i] for i in group.indices], self._bucket_bytes)
+        for indices in self.groups.values():
+            place([params[i] for i in indices], self._bucket_bytes)
         self._placed = self.look()
         wanted = [index for index, param in enumerate(params) if param.grad_req != "null"]
         self.trainable = [index for index in wanted if params[index]._data is not None]
@@ -139,8 +135,8 @@ class Layout:
         if self.is_sharded:
             self._choose_owners()
         trained, slabs = set(self.trainable), []
-        for group in self.groups:
-            slabs += slabs_of(params, [index for index in group.indices if index in trained], group.contexts)
+        for contexts, indices in self.groups.items():
+            slabs += slabs_of(params, [index for index in indices if index in trained], contexts)
         self.everywhere, self.slabs = slabs, self._owned(slabs)
 
     def one_each(self, indices: Sequence[int]) -> List[Slab]:
@@ -157,7 +153,7 @@ class Layout:
 
     def look(self) -> int:
         """Look at all parameters, and return their `version`."""
-        multipliers = list(map(_MULTIPLIERS, self.params))  # no Python call for each
+        multipliers = list(map(multipliers_of, self.params))  # no Python call for each
         if any(map(is_not, map(_GRAD, self.params), self._seen)) or multipliers != self._multipliers:
             self._seen, self._multipliers, self.version = list(map(_GRAD, self.params)), multipliers, self.version + 1
         return self.version
@@ -207,28 +203,16 @@ class Layout:
         MXNet's store chooses the device of each sum by the same rule, except among equals. A sum on another device than the owner
         is copied there.
         """
-        sizes: Dict[Union[Bucket, int], int] = {}
-        replicas: Dict[Union[Bucket, int], List[Context]] = {}
+        known: Dict[Union[Bucket, int], Tuple[int, Tuple[Context, ...]]] = {}  # bytes and devices
         for index in self.trainable:
-            if self.owner_of(index) is None:
-                continue
-            found = place_of(self.params[index])
-            key = found.bucket if found else index
-            sizes[key] = num_bytes((found.bucket.weights if found else self.params[index]._data)[0])
-            replicas[key] = self.contexts_of[index]
-        self._owners = {key: owner for key, owner in self._owners.items() if key in sizes}
-        held: Dict[Tuple[str, ...], List[int]] = {}  # by the devices of a group
-        for key in sorted(sizes, key=lambda key: (key not in self._owners, -sizes[key])):
-            own = held.setdefault(tuple(map(str, replicas[key])), [0] * len(replicas[key]))
+            if self.owner_of(index) is not None:
+                found = place_of(self.params[index])
+                weights = found.bucket.weights if found else self.params[index]._data
+                known[found.bucket if found else index] = num_bytes(weights[0]), tuple(self.contexts_of[index])
+        self._owners = {key: owner for key, owner in self._owners.items() if key in known}
+        held: Dict[Tuple[Context, ...], List[int]] = {}  # bytes on the devices of a group
+        for key in sorted(known, key=lambda key: (key not in self._owners, -known[key][0])):
+            size, contexts = known[key]
+            own = held.setdefault(contexts, [0] * len(contexts))
             owner = self._owners.setdefault(key, own.index(min(own)))
-            own[owner] += sizes[key]
-
-
-def _groups(named: Dict[str, gluon.Parameter]) -> List[Group]:
-    """Return the groups of a network: one, unless it spans devices."""
-    check_initialised("Trainer", named)
-    found: Dict[Tuple[str, ...], Group] = {}
-    for index, param in enumerate(named.values()):
-        contexts = list(param.list_ctx())
-        found.setdefault(tuple(map(str, contexts)), Group([], contexts)).indices.append(index)
-    return list(found.values())
+            own[owner] += size

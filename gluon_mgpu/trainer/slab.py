@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Dict, Iterator, List, MutableMapping, Optional, Sequence, Set, Tuple
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,7 @@ _NUM_BUCKETS = 16  # of a network that is large enough, so that devices share it
 _SMALLEST = 2**20  # bytes of a bucket, except for the last one of its kind
 _ALIGNMENT = 64  # bytes: the alignment that oneDNN and cuDNN prefer
 _DTYPES = ("float16", "float32", "float64")
+multipliers_of = attrgetter("lr_mult", "wd_mult")
 
 
 @dataclass(eq=False)
@@ -128,7 +130,7 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES, *
     total = sum(num_bytes(param._data[0]) for param in new)
     bucket_bytes = min(bucket_bytes, max(_SMALLEST, total // _NUM_BUCKETS))
     for param in new:
-        key = (np.dtype(param.dtype).name, param.lr_mult, param.wd_mult, param.grad_req)
+        key = (np.dtype(param.dtype).name, param.grad_req, multipliers_of(param))
         size = _padded(param) * np.dtype(param.dtype).itemsize
         if key in open_buckets and filled[key] + size > bucket_bytes:
             closed.append(open_buckets.pop(key))
@@ -251,9 +253,7 @@ def slabs_of(params: Sequence[gluon.Parameter], indices: Sequence[int], contexts
             single.append(index)
             continue
         run = last.get(found.bucket)
-        before = params[run[-1][0]] if run else None
-        multipliers = (param.lr_mult, param.wd_mult)
-        if run and before and run[-1][1].end == found.begin and (before.lr_mult, before.wd_mult) == multipliers:
+        if run and run[-1][1].end == found.begin and multipliers_of(params[run[-1][0]]) == multipliers_of(param):
             run.append((index, found))
         else:
             last[found.bucket] = [(index, found)]

@@ -477,8 +477,7 @@ class Gradients:
 
     def note_idle(self) -> None:
         """Remember that devices hold gradients which the latest split left idle, before another split comes."""
-        idle = self._idle()
-        if idle.any() and len(idle) == len(self.read()) and (self.read() & idle).any():
+        if (self.read() & self._idle()).any():
             self._doubt = _IDLE
 
     def shares(self, other: Gradients) -> bool:
@@ -530,8 +529,7 @@ class Gradients:
 
     def _rows_of(self, table: Table) -> Table:
         """Return for each parameter whether an element is true."""
-        starts = np.cumsum(self._sizes) - self._sizes
-        return np.logical_or.reduceat(table, starts) if len(starts) else np.zeros(0, dtype=bool)
+        return np.logical_or.reduceat(table, np.cumsum(self._sizes) - self._sizes)
 
     def _are_apart(self, one: Table, other: Table) -> bool:
         """Return whether two passes have written the same parameters on other replicas alone."""

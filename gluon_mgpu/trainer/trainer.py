@@ -621,11 +621,10 @@ class Trainer(gluon.Trainer):
 
     def _make_equal(self, slabs: List[Slab]) -> None:
         """Give all devices what the first one holds, or the owner."""
-        everywhere = [slab for slab in slabs if slab.owner is None and len(slab.contexts) > 1]
-        for slab in everywhere:
-            for weight in slab.weights[1:]:
+        for slab in slabs:
+            for weight in slab.weights[1:] if slab.owner is None else ():
                 slab.weights[0].copyto(weight)
-        if everywhere and self._update.is_local:
+        if self._update.is_local:
             self._update.restore(self._update.states(), self._update.counts())
         self._sum.share(slabs)
 

@@ -10,7 +10,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.trainer.slab import Bucket, Slab
-from gluon_mgpu.trainer.sums import all_finite, clip_values, global_norm, make_sum
+from gluon_mgpu.trainer.sums import clip_values, finite_on_each, global_norm, make_sum
 from mxnet import autograd
 from mxnet.gluon import nn
 
@@ -112,7 +112,7 @@ def test_the_finite_check_reads_every_slab(bad):
     gradients = [mx.nd.ones((10000,)), mx.nd.ones((3, 4)), mx.nd.ones((7,), dtype="float16")]
     if bad is not None:
         gradients[1][2, 3] = bad
-    flag = all_finite(gradients)
+    (flag,) = finite_on_each(gradients)
     assert flag.shape == (1,) and bool(flag.asscalar()) is (bad is None)
 
 

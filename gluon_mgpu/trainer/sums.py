@@ -194,14 +194,11 @@ def clip(
     """
     norm = None
     by_context: Dict[Context, List[Array]] = {}
-    by_devices: Dict[Tuple[Context, ...], List[Array]] = {}
     for slab in slabs:
-        by_devices.setdefault(slab.contexts, []).append(slab.summed[0])
         for gradient in slab.summed:
             by_context.setdefault(gradient.context, []).append(gradient)
     if slabs and (clip_norm is not None or measures):
-        norms = [global_norm(own).as_in_context(home) for own in by_devices.values()]
-        norm = norms[0] if len(norms) == 1 else mx.nd.sqrt(mx.nd.add_n(*map(mx.nd.square, norms)))
+        norm = global_norm([slab.summed[0] for slab in slabs]).as_in_context(home)
     for context, gradients in by_context.items():
         if clip_norm is not None and norm is not None:
             scale_to_limit(gradients, norm.as_in_context(context), clip_norm)
@@ -211,40 +208,32 @@ def clip(
 
 
 def finite_on_each(gradients: Sequence[Array]) -> List[Array]:
-    """Return for each device whether its gradients are finite, without waiting: see `all_finite`."""
-    by_device: Dict[Context, List[Array]] = {}
-    for gradient in gradients:
-        by_device.setdefault(gradient.context, []).append(gradient if gradient.stype == "default" else gradient.data)
-    return [all_finite(own) for own in by_device.values()]
-
-
-def all_finite(gradients: Sequence[Array]) -> Array:
-    """Return whether all numbers of one device's gradients are finite, without waiting.
+    """Return for each device whether all numbers of its gradients are finite, without waiting.
 
     Parameters
     ----------
-    gradients : sequence of NDArray on one device, any shapes, of floating point
+    gradients : sequence of NDArray, any shapes, of floating point
 
     Returns
     -------
-    NDArray, shape (1,)
-        1.0 or 0.0, on that device.
+    list of NDArray, shape (1,)
+        1.0 or 0.0, on the devices of the gradients.
 
     Examples
     --------
-    >>> all_finite([mx.nd.ones((2, 2)), mx.nd.array([float("inf")])]).asscalar()
-    0.0
+    >>> [finite.asscalar() for finite in finite_on_each([mx.nd.ones((2, 2)), mx.nd.array([float("inf")])])]
+    [0.0]
     """
-    classic = [gradient.as_nd_ndarray() for gradient in gradients]
-    finite = mx.nd.ones((1,), ctx=classic[0].context)
-    by_dtype: Dict[object, List[Array]] = {}
-    for gradient in classic:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for arrays in by_dtype.values():
+    alike: Dict[Tuple[Context, object], List[Array]] = {}
+    for gradient in gradients:
+        dense = (gradient if gradient.stype == "default" else gradient.data).as_nd_ndarray()
+        alike.setdefault((dense.context, dense.dtype), []).append(dense)
+    finite = {context: mx.nd.ones((1,), ctx=context) for context, _ in alike}
+    for (context, _), arrays in alike.items():
         for begin in range(0, len(arrays), _MOST_ARRAYS):
             some = arrays[begin : begin + _MOST_ARRAYS]
-            mx.nd.multi_all_finite(*some, num_arrays=len(some), init_output=False, out=finite)
-    return finite
+            mx.nd.multi_all_finite(*some, num_arrays=len(some), init_output=False, out=finite[context])
+    return list(finite.values())
 
 
 def global_norm(gradients: Sequence[Array]) -> Array:

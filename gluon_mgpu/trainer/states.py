@@ -136,7 +136,7 @@ def check_state(
                 "the network alone: load_checkpoint(folder, net)."
             )
         _check_counts(state, layout, optimizer)
-        states_on(layout, optimizer, state.states, str(source), shapes)
+        states_on(layout, optimizer, state.states, str(source), shapes or {})
         if not is_whole(state.optimizer["values"].get("num_update", 0)):
             raise ValueError("num_update is not a whole number")
         rate = state.optimizer["learning_rate"]

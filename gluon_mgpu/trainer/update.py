@@ -31,7 +31,7 @@ _REPLICABLE = (*_ELEMENTWISE, opt.LAMB, opt.AdaGrad, opt.AdaDelta, opt.Ftrl, opt
 # Their states are float32, also of float16 weights.
 _OF_FLOAT32 = (opt.AdaDelta, opt.AdaGrad, opt.Ftrl, opt.RMSProp, opt.contrib.GroupAdaGrad)
 
-_CONTAINERS = (list, tuple, dict, np.ndarray)
+_KINDS = (type(None), str, list, tuple, dict, np.ndarray)  # of values in states; all others are numbers
 _converted = lru_cache(maxsize=64)(converted)  # slabs and steps often have the same attributes
 State = Any  # an optimizer's state of a parameter: None, an array, or nested tuples of arrays
 
@@ -65,9 +65,9 @@ class Update:
         self._by_index = dict(enumerate(layout.params))
         self.updaters = [opt.get_updater(optimizer) for _ in layout.devices]
         self._updater_on = dict(zip(layout.devices, self.updaters))
-        self._operators: List[Tuple[int, List[Operator]]] = []  # of slabs: the first parameter, and one operator per replica
+        self._operators: Dict[int, List[Operator]] = {}  # of slabs, by their first parameter: one per replica
         self._calls: Dict[Context, List[Callable[[], None]]] = {}  # other updates, which MXNet's optimizer makes
-        self._counts: Dict[int, int] = {}  # updates of each parameter
+        self._counts = self._counts_with({})
         self._memory: Dict[Tuple[Bucket, int], State] = {}  # states of a bucket, by replica
         self._views: Dict[Tuple[int, int], BucketSlice] = {}  # parameters whose states are views of it, by replica
         self._slabs: List[Slab] = []
@@ -83,10 +83,10 @@ class Update:
         before = dict(self._counts)
         if self.is_local:
             for index in self._taking_part:
-                self._counts[index] = before.get(index, optimizer.begin_num_update) + 1
+                self._counts[index] += 1
             # Advance the schedule before the first update reads a rate, so that all replicas get the same rate.
             optimizer.num_update = max(optimizer.num_update, *map(self._counts.__getitem__, self._taking_part), 0)
-        for first, operators in self._operators:
+        for first, operators in self._operators.items():
             attributes = self._attributes(first)
             for operator in operators:
                 operator.run(attributes)
@@ -118,35 +118,34 @@ class Update:
 
     def counts(self) -> Dict[int, int]:
         """Return the number of updates of each parameter that has a state."""
-        return {index: self._counts.get(index, self._optimizer.begin_num_update) for index in self.states()}
+        return {index: self._counts[index] for index in self.states()}
 
     def restore(self, states: Mapping[int, State], counts: Dict[int, int], order: Optional[Sequence[int]] = None) -> None:
         """Set the states of parameters, counts, and the order if it is known: names may sort differently now."""
-        created = states_on(self._layout, self._optimizer, states, "a saved state")
+        created = states_on(self._layout, self._optimizer, states, "a saved state", {})
         self.order = self.order if order is None else list(order)
         for place, (context, updater) in enumerate(self._updater_on.items()):
             held = created.get(context, {}) if self.is_local or not place else {}
             updater.states, updater.states_synced = held, dict.fromkeys(held, True)
-        self._counts = {**dict.fromkeys(states, self._optimizer.begin_num_update), **counts}  # some files have no counts
+        self._counts = self._counts_with(counts)  # some files have none
         self._memory.clear()
         self._views.clear()
         self._slabs = []
 
-    def _run_updater(self, pairs: List[Tuple[int, int]], context: Context) -> None:
-        """Update parameters one by one: pairs of parameter and replica on this device."""
-        params, updater = self._layout.params, self._updater_on[context]
-        weights = [params[index]._data[replica] for index, replica in pairs]
-        gradients = [params[index]._grad[replica] for index, replica in pairs]
-        indices = [index for index, _ in pairs]
-        if type(self._optimizer) is not opt.NAG or context.device_type != "cpu":
-            updater(indices, gradients, weights)
-            return
+    def _counts_with(self, counts: Mapping[int, int]) -> Dict[int, int]:
+        """Return the number of updates of each parameter."""
+        return {**dict.fromkeys(self._by_index, self._optimizer.begin_num_update), **counts}
+
+    def _run_updater(self, context: Context, indices: List[int], weights: List[Array], gradients: List[Array]) -> None:
+        """Update parameters of this device one by one."""
         # NAG's operator reads a weight again after it has written it. But of a weight that oneDNN keeps in a layout of its own,
         # MXNet lets operators read a copy: the replicas would differ.
-        plain = [weight * 1 for weight in weights]
-        updater(indices, gradients, plain)
-        for weight, new in zip(weights, plain):
-            new.copyto(weight)
+        is_read_again = type(self._optimizer) is opt.NAG and context.device_type == "cpu"
+        written = [weight * 1 for weight in weights] if is_read_again else weights
+        self._updater_on[context](indices, gradients, written)
+        if is_read_again:
+            for weight, new in zip(weights, written):
+                new.copyto(weight)
 
     def _attributes(self, first: int) -> Tuple[Any, ...]:
         """Return the attributes of the operator that updates the slab of this parameter.
@@ -174,20 +173,23 @@ class Update:
         taking_part = {index for slab in slabs for index in slab.indices}
         self._taking_part = [index for index in self.order if index in taking_part]
         single: Dict[Context, Dict[int, int]] = {}  # by the device: parameters that are updated one by one, and their replicas
-        self._slabs, self._operators, self._calls = [], [], {}  # if something here raises, the next step prepares anew
+        self._slabs, self._operators, self._calls = [], {}, {}  # if something here raises, the next step prepares anew
         if any(map(self._has_new_owner, slabs)):
             self.restore(self.states(), self._counts)
         for slab in slabs:
             replicas = range(len(slab.contexts) if self.is_local else 1) if slab.owner is None else (slab.owner,)
-            if self._is_joint(slab):
-                self._add_joint(slab, replicas)
-            else:
-                for replica in replicas:
+            is_joint = self._is_joint(slab)
+            for replica in replicas:
+                if is_joint:
+                    self._add_joint(slab, replica)
+                else:
                     single.setdefault(slab.contexts[replica], {}).update(dict.fromkeys(slab.indices, replica))
-        for context, own in single.items():
-            pairs = [(index, own[index]) for index in self._taking_part if index in own]
-            self._calls.setdefault(context, []).append(partial(self._run_updater, pairs, context))
-            logger.debug("Trainer: %d parameters on %s are updated one by one", len(pairs), context)
+        for context, replica_of in single.items():
+            indices = [index for index in self._taking_part if index in replica_of]
+            weights = [self._by_index[index]._data[replica_of[index]] for index in indices]
+            gradients = [self._by_index[index]._grad[replica_of[index]] for index in indices]
+            self._calls.setdefault(context, []).append(partial(self._run_updater, context, indices, weights, gradients))
+            logger.debug("Trainer: %d parameters on %s are updated one by one", len(indices), context)
         self._slabs = slabs
         current = {place.bucket for place in self._views.values()}
         self._memory = {key: memory for key, memory in self._memory.items() if key[0] in current}
@@ -196,21 +198,16 @@ class Update:
         """Return whether a slab is updated as one."""
         if slab.bucket is None or type(self._optimizer) not in _ELEMENTWISE:
             return False
-        counts = {self._counts.get(index, self._optimizer.begin_num_update) for index in slab.indices}
-        return len(counts) == 1 or type(self._optimizer) not in (opt.Adam, AdamW)
+        has_one_count = len({self._counts[index] for index in slab.indices}) == 1
+        return has_one_count or type(self._optimizer) not in (opt.Adam, AdamW)
 
-    def _add_joint(self, slab: Slab, replicas: Sequence[int]) -> None:
-        first, operators = slab.indices[0], []
-        for replica in replicas:
-            arrays = slab.weights[replica], slab.gradients[replica], self._contiguous_states(slab, replica)
-            operator = self._operator(*arrays)
-            if operator is None:
-                call = partial(update_one, self._optimizer, first, *arrays)
-                self._calls.setdefault(slab.contexts[replica], []).append(call)
-            else:
-                operators.append(operator)
-        if operators:
-            self._operators.append((first, operators))
+    def _add_joint(self, slab: Slab, replica: int) -> None:
+        first, arrays = slab.indices[0], (slab.weights[replica], slab.gradients[replica], self._contiguous_states(slab, replica))
+        operator = self._operator(*arrays)
+        if operator is None:
+            self._calls.setdefault(slab.contexts[replica], []).append(partial(update_one, self._optimizer, first, *arrays))
+        else:
+            self._operators.setdefault(first, []).append(operator)
 
     def _operator(self, weight: Array, gradient: Array, state: State) -> Optional[Operator]:
         """Return MXNet's operator of SGD or Adam: a call through `mxnet.optimizer.SGD` takes the host three times as long."""
@@ -268,11 +265,7 @@ def _check_dtypes(optimizer: opt.Optimizer, params: Sequence[gluon.Parameter]) -
 
 
 def states_on(
-    layout: Layout,
-    optimizer: opt.Optimizer,
-    states: Mapping[int, State],
-    fname: str,
-    shapes: Optional[Mapping[int, Sequence[int]]] = None,
+    layout: Layout, optimizer: opt.Optimizer, states: Mapping[int, State], fname: str, shapes: Mapping[int, Sequence[int]]
 ) -> Dict[Context, Dict[int, State]]:
     """Return newly created states on each device, or on the parameter's owner, with the values of others.
 
@@ -280,7 +273,7 @@ def states_on(
     ----------
     fname : str
         Where the values were read, for errors.
-    shapes : mapping of int to shape, optional
+    shapes : mapping of int to shape
         By the ids of parameters that have no values yet.
 
     Raises
@@ -290,22 +283,20 @@ def states_on(
     """
     created: Dict[Context, Dict[int, State]] = {}
     for index, value in states.items():
-        name, param = layout.names[index], layout.params[index]
-        if param._data is None and id(param) not in (shapes or {}):
+        name, param, owner = layout.names[index], layout.params[index], layout.owner_of(index)
+        if param._data is None and id(param) not in shapes:
             raise StateError(
                 f"load_states: got {name} without a shape yet; expected values on the devices. Pass one batch through the "
                 "network."
             )
-        owner = layout.owner_of(index)
         for replica, context in enumerate(param.list_ctx()):
-            if owner not in (None, replica):
-                continue
-            if param._data is None:
-                weight = mx.nd.zeros(shapes[id(param)], ctx=context, dtype=param.dtype)  # type: ignore[index]
-            else:
-                weight = param.data(context).as_nd_ndarray()
-            state = optimizer.create_state_multi_precision(index, weight)
-            created.setdefault(context, {})[index] = filled(state, value, f"{fname}, {name}")
+            if owner in (None, replica):
+                if param._data is None:
+                    weight = mx.nd.zeros(shapes[id(param)], ctx=context, dtype=param.dtype)
+                else:
+                    weight = param.data(context).as_nd_ndarray()
+                state = optimizer.create_state_multi_precision(index, weight)
+                created.setdefault(context, {})[index] = filled(state, value, f"{fname}, {name}")
     return created
 
 
@@ -317,20 +308,20 @@ def filled(state: State, value: State, where: str) -> State:
     StateError
         The two differ in form.
     """
-    has_shape = is_device_array(state) and getattr(value, "shape", None) == state.shape
-    if has_shape and (is_device_array(value) or value.dtype == np.dtype(state.dtype)):
-        state[:] = value if is_device_array(value) else mx.nd.array(value, ctx=state.context, dtype=state.dtype)
-        return state
-    is_nest = isinstance(state, (list, tuple))
-    if is_nest and isinstance(value, (list, tuple)) and len(value) == len(state):
-        return type(state)(filled(*pair, where) for pair in zip(state, value))
-    is_other = (state is None) != (value is None) or isinstance(state, str) != isinstance(value, str)
-    if is_device_array(state) or is_nest or is_other or isinstance(value, _CONTAINERS):
-        raise StateError(
-            f"load_states: got {short(value)} in {where}; expected {short(state)}, as this network's optimizer has it. Make both "
-            "as they were when the state was saved, with the same options, such as momentum."
-        )
-    return value
+    if is_device_array(state):
+        is_of_mxnet, has_shape = is_device_array(value), getattr(value, "shape", None) == state.shape
+        if has_shape and (is_of_mxnet or value.dtype == np.dtype(state.dtype)):
+            state[:] = value if is_of_mxnet else mx.nd.array(value, ctx=state.context, dtype=state.dtype)
+            return state
+    elif isinstance(state, (list, tuple)):
+        if isinstance(value, (list, tuple)) and len(value) == len(state):
+            return type(state)(filled(*pair, where) for pair in zip(state, value))
+    elif all(isinstance(state, kind) == isinstance(value, kind) for kind in _KINDS):
+        return value
+    raise StateError(
+        f"load_states: got {short(value)} in {where}; expected {short(state)}, as this network's optimizer has it. Make both "
+        "as they were when the state was saved, with the same options, such as momentum."
+    )
 
 
 def _part(state: State, begin: int, end: int, shape: Tuple[int, ...]) -> State:

@@ -20,7 +20,7 @@ from ..runtime.environment import logger
 from ..runtime.mxnet2 import is_mxnet2, update_one
 from .adamw import AdamW
 from .layout import Layout
-from .slab import Bucket, BucketSlice, Slab, place_of
+from .slab import Slab, place_of
 
 # They work element by element, so many parameters are updated as one. Adam and AdamW also depend on the number of updates.
 _ELEMENTWISE = (opt.SGD, opt.NAG, opt.Adam, AdamW, opt.RMSProp)
@@ -68,8 +68,7 @@ class Update:
         self._operators: Dict[int, List[Operator]] = {}  # of slabs, by their first parameter: one per replica
         self._calls: Dict[Context, List[Callable[[], None]]] = {}  # other updates, which MXNet's optimizer makes
         self._counts = self._counts_with({})
-        self._memory: Dict[Tuple[Bucket, int], State] = {}  # states of a bucket, by replica
-        self._views: Dict[Tuple[int, int], BucketSlice] = {}  # parameters whose states are views of it, by replica
+        self._joint: Dict[Tuple[Slab, int], State] = {}  # states of a slab, by replica; those of its parameters are views of it
         self._slabs: List[Slab] = []
         self._taking_part: List[int] = []  # their parameters, in Gluon's order
         self.is_local = is_replicable(optimizer)
@@ -105,10 +104,11 @@ class Update:
     def arrays(self) -> List[List[Array]]:
         """Return the arrays of the optimizer's states, one list per state with one array per replica."""
         held: List[List[Array]] = []
+        together = {index for slab, _ in self._joint for index in slab.indices}
         for replica, updater in enumerate(self.updaters):
-            alone = [state for index, state in sorted(updater.states.items()) if (index, replica) not in self._views]
-            together = [memory for (_, where), memory in self._memory.items() if where == replica]
-            held.append([array for _, array in leaves([alone, together]) if is_device_array(array)])
+            alone = [state for index, state in sorted(updater.states.items()) if index not in together]
+            joint = [state for (_, where), state in self._joint.items() if where == replica]
+            held.append([array for _, array in leaves([alone, joint]) if is_device_array(array)])
         return [list(arrays) for arrays in zip(*held)]
 
     def states(self) -> Dict[int, State]:
@@ -128,9 +128,7 @@ class Update:
             held = created.get(context, {}) if self.is_local or not place else {}
             updater.states, updater.states_synced = held, dict.fromkeys(held, True)
         self._counts = self._counts_with(counts)  # some files have none
-        self._memory.clear()
-        self._views.clear()
-        self._slabs = []
+        self._slabs, self._joint = [], {}
 
     def _counts_with(self, counts: Mapping[int, int]) -> Dict[int, int]:
         """Return the number of updates of each parameter."""
@@ -174,6 +172,7 @@ class Update:
         self._taking_part = [index for index in self.order if index in taking_part]
         single: Dict[Context, Dict[int, int]] = {}  # by the device: parameters that are updated one by one, and their replicas
         self._slabs, self._operators, self._calls = [], {}, {}  # if something here raises, the next step prepares anew
+        self._joint = {key: state for key, state in self._joint.items() if key[0] in self._layout.slabs}
         if any(map(self._has_new_owner, slabs)):
             self.restore(self.states(), self._counts)
         for slab in slabs:
@@ -191,8 +190,6 @@ class Update:
             self._calls.setdefault(context, []).append(partial(self._run_updater, context, indices, weights, gradients))
             logger.debug("Trainer: %d parameters on %s are updated one by one", len(indices), context)
         self._slabs = slabs
-        current = {place.bucket for place in self._views.values()}
-        self._memory = {key: memory for key, memory in self._memory.items() if key[0] in current}
 
     def _is_joint(self, slab: Slab) -> bool:
         """Return whether a slab is updated as one."""
@@ -202,7 +199,7 @@ class Update:
         return has_one_count or type(self._optimizer) not in (opt.Adam, AdamW)
 
     def _add_joint(self, slab: Slab, replica: int) -> None:
-        first, arrays = slab.indices[0], (slab.weights[replica], slab.gradients[replica], self._contiguous_states(slab, replica))
+        first, arrays = slab.indices[0], (slab.weights[replica], slab.gradients[replica], self._joint_state(slab, replica))
         operator = self._operator(*arrays)
         if operator is None:
             self._calls.setdefault(slab.contexts[replica], []).append(partial(update_one, self._optimizer, first, *arrays))
@@ -221,24 +218,19 @@ class Update:
         arrays = [array for _, array in leaves([weight, gradient, state]) if is_device_array(array)]
         return Operator(name, arrays, [weight]) if name else None
 
-    def _contiguous_states(self, slab: Slab, replica: int) -> State:
-        """Return a slab's part of the states of its bucket; make the states of its parameters views of it."""
-        bucket, updater = slab.bucket, self._updater_on[slab.contexts[replica]]
-        assert bucket is not None, "only slabs in a bucket have flat weights"
-        if (bucket, replica) not in self._memory:
-            weights = bucket.weights[replica]
-            self._memory[bucket, replica] = self._optimizer.create_state_multi_precision(slab.indices[0], weights)
-        memory = self._memory[bucket, replica]
-        for index in slab.indices:
-            param = self._layout.params[index]
-            place = place_of(param)
-            assert place is not None and place.bucket is bucket, "slabs are divided again when a parameter has moved"
-            if self._views.get((index, replica)) is not place:
-                view, former = _part(memory, place.begin, place.begin + place.size, param.shape), updater.states
+    def _joint_state(self, slab: Slab, replica: int) -> State:
+        """Return the states of a slab's parameters as one."""
+        if (slab, replica) not in self._joint:
+            updater = self._updater_on[slab.contexts[replica]]
+            joint = self._optimizer.create_state_multi_precision(slab.indices[0], slab.weights[replica])
+            for index in slab.indices:
+                place, former = place_of(self._by_index[index]), updater.states
+                assert place is not None and place.bucket is slab.bucket, "slabs are divided again when a parameter has moved"
+                view = _part(joint, place.begin - slab.begin, place.size, self._by_index[index].shape)
                 updater.states[index] = filled(view, former[index], f"parameter {index}") if index in former else view
                 updater.states_synced[index] = True
-                self._views[index, replica] = place
-        return _part(memory, slab.begin, slab.end, (slab.end - slab.begin,))
+            self._joint[slab, replica] = joint
+        return self._joint[slab, replica]
 
     def _has_new_owner(self, slab: Slab) -> bool:
         """Return whether other replicas have states: a parameter that was frozen is trained again, in another bucket."""
@@ -324,6 +316,6 @@ def filled(state: State, value: State, where: str) -> State:
     )
 
 
-def _part(state: State, begin: int, end: int, shape: Tuple[int, ...]) -> State:
-    """Return views of elements [begin, end) of every array."""
-    return map_leaves(lambda _, leaf: leaf[begin:end].reshape(shape) if is_device_array(leaf) else leaf, state)
+def _part(state: State, begin: int, size: int, shape: Tuple[int, ...]) -> State:
+    """Return views of so many elements of every array."""
+    return map_leaves(lambda _, leaf: leaf[begin : begin + size].reshape(shape) if is_device_array(leaf) else leaf, state)

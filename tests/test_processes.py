@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from gluon_mgpu import distributed
 from gluon_mgpu.errors import MissingExtraError, ProcessError
-from gluon_mgpu.trainer.process_sync import ProcessSync
 from mxnet import gluon
 
 pytestmark = pytest.mark.timeout(600)
@@ -289,11 +288,10 @@ def test_what_one_process_does_alone_the_others_know(job, num_processes, backend
 
 
 def test_gradients_that_were_not_summed_over_the_processes_are_refused(monkeypatch):
-    monkeypatch.setattr(ProcessSync, "is_joint", True)
     net = gluon.nn.Dense(1, in_units=2)
     net.initialize(ctx=[mx.cpu(0)])
-    monkeypatch.setattr(ProcessSync, "begin", lambda self: None)
     trainer = mgpu.Trainer(net, "sgd")
+    monkeypatch.setattr(trainer._process_sync, "is_joint", True)
     with mx.autograd.record():
         loss = net(mx.nd.ones((1, 2)))
     mgpu.backward([loss])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -44,14 +44,13 @@ class AveragedWeights:
         self.net = net
         self._averages: Dict[gluon.Parameter, List[Array]] = {}  # on each device
         self._before: List[Tuple[Array, Array]] = []  # weights, and their values before `put`
-        self._follow()
+        self._followed()
 
     def update(self, rate: float) -> None:
         """Move the average towards the weights by this part of the difference. It does not wait."""
         alike: Dict[Tuple[Any, ...], List[Tuple[Array, Array]]] = {}
         for weight, average in self._pairs():
-            pair = average, weight.astype(average.dtype, copy=False)
-            alike.setdefault((average.context, average.dtype), []).append(pair)
+            alike.setdefault((average.context, average.dtype), []).append((average, weight.astype(average.dtype, copy=False)))
         for pairs in alike.values():
             for begin in range(0, len(pairs), _MOST_ARRAYS):
                 some = pairs[begin : begin + _MOST_ARRAYS]
@@ -80,28 +79,28 @@ class AveragedWeights:
 
     def arrays(self) -> Dict[str, Array]:
         """Return the average on the first device by the parameters' structural names, without waiting."""
-        self._follow()
-        return {name: self._averages[param][0] for name, param in named_params(self.net).items() if param in self._averages}
+        return {name: averages[0] for name, (_, averages) in self._followed().items()}
 
     def restore(self, arrays: Dict[str, Any]) -> None:
         """Set the average to the values that `arrays` has returned, on all devices."""
-        self._follow()
-        for name, param in named_params(self.net).items():
-            for average in self._averages.get(param, ()) if name in arrays else ():
+        for name, (_, averages) in self._followed().items():
+            for average in averages if name in arrays else ():
                 average[:] = mx.nd.array(arrays[name], ctx=average.context, dtype=average.dtype)
 
-    def _pairs(self) -> Iterator[Tuple[Array, Array]]:
-        """Yield each weight on each device, and its average."""
-        self._follow()
-        for param, averages in self._averages.items():
-            for weight, average in zip(param.list_data(), averages):
-                yield weight.as_nd_ndarray(), average
+    def _pairs(self) -> List[Tuple[Array, Array]]:
+        """Return each weight on each device, and its average."""
+        return [pair for weights, averages in self._followed().values() for pair in zip(weights, averages)]
 
-    def _follow(self) -> None:
-        """Begin the average of parameters that have got values."""
-        for param in named_params(self.net).values():
+    def _followed(self) -> Dict[str, Tuple[List[Array], List[Array]]]:
+        """Return the weights and averages of each parameter with values, by its name; begin the averages that are missing."""
+        found = {}
+        for name, param in named_params(self.net).items():
             is_float = np.issubdtype(np.dtype(param.dtype), np.floating)
-            if param not in self._averages and param._data is not None and param._differentiable and is_float:
-                dtype = np.promote_types(np.dtype(param.dtype), np.float32)
-                with autograd.pause():
-                    self._averages[param] = [one.as_nd_ndarray().astype(dtype, copy=True) for one in param.list_data()]
+            if param._data is not None and param._differentiable and is_float:
+                weights = [one.as_nd_ndarray() for one in param.list_data()]
+                if param not in self._averages:
+                    dtype = np.promote_types(np.dtype(param.dtype), np.float32)
+                    with autograd.pause():
+                        self._averages[param] = [weight.astype(dtype, copy=True) for weight in weights]
+                found[name] = weights, self._averages[param]
+        return found

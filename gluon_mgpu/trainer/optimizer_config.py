@@ -16,7 +16,7 @@ from ..errors import StateError
 # Set by Trainer and Update, or names of this run: counts are saved with the states, by the parameters' names.
 _NOT_KEPT = {"param_dict", "_all_index_update_counts", "_index_update_count", "idx2name", "sym_info", "rescale_grad"}
 _NOT_KEPT |= {"aggregate_num", "allow_np_array", "lr_scheduler"}
-_OPTIONS = {"lr", "lr_mult", "wd_mult"}  # under other names than the constructors' arguments
+_NOT_KEPT |= {"lr", "lr_mult", "wd_mult"}  # options, under other names than the constructors' arguments
 _MOVED_BY_SCHEDULES = {"base_lr", "count", "cur_step_ind"}  # by MXNet's schedules; other attributes are their arguments
 _MOVED_BY_OPTIMIZERS = {"num_update", "m_schedule", "last_lr", "cur_lr"}  # by MXNet's: Nadam's schedule, rates of LARS
 
@@ -66,7 +66,7 @@ def restore_optimizer(
             schedule.__dict__.update(vars(first))
     _restore(saved["values"], optimizer)
     schedule = saved["schedule"]
-    if schedule and optimizer.lr_scheduler is not None and schedule["class"] == class_name(optimizer.lr_scheduler):
+    if schedule and schedule["class"] == class_name(optimizer.lr_scheduler):
         _restore(schedule["values"], optimizer.lr_scheduler)
     end = getattr(optimizer.lr_scheduler, "max_update", None)
     if end is not None and optimizer.num_update > end:
@@ -90,8 +90,8 @@ def _restore(values: Dict[str, Any], thing: Any) -> None:
 def _described(thing: Any) -> Any:
     if thing is None:
         return None
-    values, moved = {}, _moved(thing)
-    for name in sorted(set(vars(thing)) - _NOT_KEPT - (_arguments(thing) - moved)):  # arguments belong to the program
+    values = {}
+    for name in sorted(_moved(thing).intersection(vars(thing))):
         try:
             values[name] = _plain(vars(thing)[name])
         except TypeError:
@@ -100,7 +100,7 @@ def _described(thing: Any) -> Any:
                 "numbers, texts and lists of them, which can be read without executing code. Train with another optimizer or "
                 "schedule, or save only the network."
             ) from None
-    return {"class": class_name(thing), "values": {name: value for name, value in values.items() if name in moved}}
+    return {"class": class_name(thing), "values": values}
 
 
 def _moved(thing: Any) -> Set[str]:
@@ -108,7 +108,7 @@ def _moved(thing: Any) -> Set[str]:
     is_schedule = isinstance(thing, lr_scheduler.LRScheduler)
     if is_known(thing):
         return set() if is_schedule else _MOVED_BY_OPTIMIZERS
-    return set(vars(thing)) - _arguments(thing) - _OPTIONS | (_MOVED_BY_SCHEDULES if is_schedule else set())
+    return set(vars(thing)) - _NOT_KEPT - _arguments(thing) | (_MOVED_BY_SCHEDULES if is_schedule else set())
 
 
 def _arguments(thing: Any) -> Set[str]:
@@ -119,8 +119,7 @@ def _arguments(thing: Any) -> Set[str]:
 
 def is_known(thing: Any) -> bool:
     """Return whether this is an optimizer or a schedule of MXNet or of this package."""
-    is_one = isinstance(thing, (opt.Optimizer, lr_scheduler.LRScheduler))
-    return is_one and type(thing).__module__.split(".")[0] in ("mxnet", "gluon_mgpu")
+    return type(thing).__module__.split(".")[0] in ("mxnet", "gluon_mgpu")
 
 
 def _plain(value: Any) -> Any:

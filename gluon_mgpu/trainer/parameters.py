@@ -26,9 +26,9 @@ def named_params(params: Params) -> Dict[str, gluon.Parameter]:
         structural = list(params._collect_params_with_prefix().items())
         # a tied parameter has several structural names; the first one counts
         first_names = {id(param): name for name, param in reversed(structural)}
-        return _marked({first_names.get(id(param), param.name): param for param in params.collect_params().values()})
-    if isinstance(params, (gluon.ParameterDict, dict)):
-        named: Dict[str, Any] = dict(params.items())
+        named: Dict[str, Any] = {first_names.get(id(param), param.name): param for param in params.collect_params().values()}
+    elif isinstance(params, (gluon.ParameterDict, dict)):
+        named = dict(params.items())
     elif isinstance(params, (list, tuple)):
         named = dict(zip(unique_names(params), params))
         if len(named) < len(params):
@@ -46,14 +46,8 @@ def named_params(params: Params) -> Dict[str, gluon.Parameter]:
             raise TrainerError(
                 f"Trainer: got {type(param).__name__} for {name}; expected a gluon.Parameter. Pass net or net.collect_params()."
             )
-    return _marked(named)
-
-
-def _marked(named: Dict[str, gluon.Parameter]) -> Dict[str, gluon.Parameter]:
-    """Mark the statistics of a `SymbolBlock` as Gluon marks those of its layers: no weights, but moved by each backward pass."""
-    for param in named.values():
         if param.grad_req == "null" and param.name.endswith(STATISTICS):
-            param._differentiable = False
+            param._differentiable = False  # of a `SymbolBlock`, as Gluon marks those of its layers: moved by each backward pass
     return named
 
 

@@ -17,31 +17,32 @@ class ProcessSync:
     Parameters
     ----------
     layout : Layout
+
+    Attributes
+    ----------
+    is_joint : bool
+        Whether there are several processes.
+    divisor : Divisor
     """
 
     def __init__(self, layout: Layout) -> None:
-        self._processes = group()
+        self._waiting = group()  # until all processes have the same weights
+        self.is_joint = self._waiting is not None
         self._params = layout.params
-        self._has_begun = False
         self.divisor = Divisor(layout.devices)
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether there are several processes."""
-        return self._processes is not None
 
     def begin(self) -> None:
         """Copy the weights of process 0 to every device of every process. Only the first call has an effect."""
-        if self._processes is None or self._has_begun:
+        processes, self._waiting = self._waiting, None
+        if processes is None:
             return
-        self._has_begun = True
         params = [param for param in self._params if np.issubdtype(np.dtype(param.dtype), np.floating)]
-        if len(set(self._processes.all_gather_bytes(str([param.shape for param in params]).encode()))) > 1:
+        if len(set(processes.all_gather_bytes(str([param.shape for param in params]).encode()))) > 1:
             raise TrainerError(
                 "Trainer: got parameters of other shapes than in another process; expected the same network in all. Build it of "
                 "values that do not depend on a process's own data."
             )
-        self._processes.broadcast([param.list_data()[0] for param in params])
+        processes.broadcast([param.list_data()[0] for param in params])
         for param in params:
             first, *others = param.list_data()
             for other in others:
@@ -49,7 +50,7 @@ class ProcessSync:
 
     def check_begun(self, operation: str) -> None:
         """Raise `TrainerError` if the latest gradients are of weights that differ between the processes."""
-        if self._processes is not None and not self._has_begun:
+        if self._waiting is not None:
             raise refusal(operation, "several processes", "a loop by hand whose first batch decides shapes")
 
     def check_unused(self, operation: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
-from typing import Sequence, Tuple
+from typing import Dict, Sequence
 
 from mxnet import optimizer as opt
 
@@ -47,8 +47,7 @@ class ReplicaCheck:
         self.num_verified, self.checkpoint = 0, "the last checkpoint"
         self._layout, self._updaters, self._num_updates = layout, updaters, 0
         self._processes = group()
-        self._num_processes = 1 if self._processes is None else self._processes.process.num_processes
-        num_replicas = len(layout.contexts) * self._num_processes
+        num_replicas = len(layout.contexts) * (1 if self._processes is None else self._processes.process.num_processes)
         if layout.spans_devices or num_replicas < 2 or trains_apart:
             raise TrainerError(
                 f"Trainer: got check_replicas_every={self.every} with {num_replicas} replicas of one network; expected two or "
@@ -63,23 +62,27 @@ class ReplicaCheck:
 
     def verify(self) -> None:
         """Compare the replicas now, and wait for them; raise `ReplicaError` if they differ."""
-        slabs, num_updates = self._layout.slabs, self._num_updates
+        slabs = self._layout.slabs
         own = [[self._checksum(slab, replica) for replica in range(len(slab.contexts))] for slab in slabs]
         everyone = [own]
         if self._processes is not None:
             everyone = [json.loads(one) for one in self._processes.all_gather_bytes(json.dumps(own).encode())]
         for at, slab in enumerate(slabs):
-            sums = {(rank, replica): one for rank, found in enumerate(everyone) for replica, one in enumerate(found[at])}
+            sums: Dict[str, int] = {}  # by device
+            for rank, found in enumerate(everyone):
+                of_process = f" of process {rank}" if len(everyone) > 1 else ""
+                sums.update({f"{context}{of_process}": one for context, one in zip(slab.contexts, found[at])})
             (most, count), *others = Counter(sums.values()).most_common()
             if others:
                 is_known = 2 * count > len(sums)  # the others agree
-                wrong = [place for place, one in sums.items() if one != most or not is_known]
+                wrong = [device for device, one in sums.items() if one != most or not is_known]
                 raise ReplicaError(
-                    f"Trainer.step: got other bits on {self._places(wrong)} in bucket {at} ({self._names(slab)}) after update "
-                    f"{num_updates}; expected the same weights and states on all devices, as after update {self.num_verified}. "
-                    f"Test {'this device' if len(wrong) == 1 else 'these devices'}, and resume from {self.checkpoint}."
+                    f"Trainer.step: got other bits on {', '.join(wrong)} in bucket {at} ({self._names(slab)}) after update "
+                    f"{self._num_updates}; expected the same weights and states on all devices, as after update "
+                    f"{self.num_verified}. Test {'this device' if len(wrong) == 1 else 'these devices'}, and resume from "
+                    f"{self.checkpoint}."
                 )
-        self.num_verified = num_updates
+        self.num_verified = self._num_updates
 
     def _checksum(self, slab: Slab, replica: int) -> int:
         """Return the CRC-32 of the weights of a bucket on one device, and of their states if every device has them.
@@ -97,8 +100,3 @@ class ReplicaCheck:
     def _names(self, slab: Slab) -> str:
         names = [self._layout.names[index] for index in slab.indices]
         return ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")
-
-    def _places(self, replicas: Sequence[Tuple[int, int]]) -> str:
-        contexts = self._layout.contexts
-        several = self._num_processes > 1
-        return ", ".join(f"{contexts[replica]}{f' of process {owner}' if several else ''}" for owner, replica in replicas)

@@ -35,17 +35,6 @@ def test_names_of_a_list_are_different_for_different_parameters_only(version):
     assert found[0] == found[2]
 
 
-def test_an_optimizer_gets_one_array_or_lists_of_one(version):
-    calls = []
-    optimizer = SimpleNamespace(update_multi_precision=lambda *arguments: calls.append(arguments))
-    mxnet2.update_one(optimizer, 3, "weight", "gradient", ("mean", "variance"))
-    assert calls == [
-        {"1": (3, "weight", "gradient", ("mean", "variance")), "2": ([3], ["weight"], ["gradient"], [("mean", "variance")])}[
-            version
-        ]
-    ]
-
-
 def test_what_needs_the_graphs_of_mxnet_1_raises_on_2(version):
     if version == "1":
         assert mxnet2.require_mxnet1("Pipeline") is None

@@ -73,11 +73,3 @@ def unique_names(params: Sequence[Any]) -> List[str]:
         return [getattr(param, "name", str(i)) for i, param in enumerate(params)]
     first: Dict[int, int] = {}
     return [f"{first.setdefault(id(param), i)}.{getattr(param, 'name', '')}" for i, param in enumerate(params)]
-
-
-def update_one(optimizer: Any, index: int, *arrays: Any) -> None:
-    """Let an optimizer update one weight: `arrays` are the weight, its gradient and its state."""
-    if is_mxnet2():
-        optimizer.update_multi_precision([index], *([array] for array in arrays))
-    else:
-        optimizer.update_multi_precision(index, *arrays)

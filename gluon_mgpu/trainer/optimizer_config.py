@@ -58,8 +58,7 @@ def restore_optimizer(
     its own.
     """
     schedule, first = at_first
-    is_back = is_known(schedule) and saved["values"].get("num_update", 0) < optimizer.num_update
-    if is_back and schedule is optimizer.lr_scheduler:
+    if is_known(schedule) and schedule is optimizer.lr_scheduler:
         replayed = copy.copy(first)
         replayed(optimizer.num_update)
         if vars(replayed) == vars(schedule):

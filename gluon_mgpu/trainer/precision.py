@@ -26,12 +26,11 @@ from .parameters import blocks_of, check_initialised
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 _DTYPES = {"bf16": amp.bfloat16, "fp16": np.float16}
-_DEVICES = {"bf16": "cpu", "fp16": "gpu"}
-_WHY = {
-    "bf16": "MXNet 1.9.1 computes in bfloat16 on CPUs only",
-    "fp16": "MXNet 1.9.1 on a CPU says 'FP16 gemm on cpu not implemented!'",
+# the device that a precision needs, why, and the precision for another one
+_WHERE = {
+    "bf16": ("cpu", "MXNet 1.9.1 computes in bfloat16 on CPUs only", "fp16"),
+    "fp16": ("gpu", "MXNet 1.9.1 on a CPU says 'FP16 gemm on cpu not implemented!'", "bf16"),
 }
-_OTHER = {"bf16": "fp16", "fp16": "bf16"}
 
 # Operators that MXNet's lists miss or get wrong. The lists are older than np arrays.
 _NP_EITHER = ("_npx_relu",)
@@ -91,7 +90,8 @@ def set_precision(net: gluon.Block, precision: str) -> None:
     if precision != "fp32":
         require_mxnet1("set_precision")
     _check(net, precision)
-    changing = [block for block in _compiled_of(net) if vars(block).get("_precision", "fp32") != precision]
+    compiled = [block for block in blocks_of(net) if isinstance(block, gluon.HybridBlock)]
+    changing = [block for block in compiled if vars(block).get("_precision", "fp32") != precision]
     if changing:
         mx.nd.waitall()  # a graph must not be deleted while it runs
     for block in changing:
@@ -111,13 +111,8 @@ def precision_of(net: Any) -> str:
     >>> precision_of(gluon.nn.Dense(1))
     'fp32'
     """
-    blocks = _compiled_of(net) if isinstance(net, gluon.Block) else []
+    blocks = blocks_of(net) if isinstance(net, gluon.Block) else []
     return next((vars(block)["_precision"] for block in blocks if "_precision" in vars(block)), "fp32")
-
-
-def _compiled_of(net: gluon.Block) -> List[gluon.HybridBlock]:
-    """Return every block that is compiled, alone or as part of another, each once."""
-    return [block for block in blocks_of(net) if isinstance(block, gluon.HybridBlock)]
 
 
 def _check(net: Any, precision: Any) -> None:
@@ -128,7 +123,7 @@ def _check(net: Any, precision: Any) -> None:
     instance("set_precision", "net", net, gluon.Block, what, advice="Pass the Block, not its parameters.")
     if precision == "fp32":
         return
-    params = net.collect_params()
+    params, (device, why, other) = net.collect_params(), _WHERE[precision]
     check_initialised("set_precision", params)
     for name, param in params.items():
         if np.dtype(param.dtype) in (np.float16, np.float64):
@@ -136,11 +131,11 @@ def _check(net: Any, precision: Any) -> None:
                 f"set_precision: got {name} of {np.dtype(param.dtype).name}; expected float32 parameters, which operators "
                 "cast. Call net.cast('float32')."
             )
-        unfit = [str(context) for context in param.list_ctx() if context.device_type != _DEVICES[precision]]
+        unfit = [str(context) for context in param.list_ctx() if context.device_type != device]
         if unfit:
             raise DeviceError(
-                f"set_precision: got {precision} for a network on {', '.join(unfit)}; expected a {_DEVICES[precision].upper()}: "
-                f"{_WHY[precision]}. Pass {_OTHER[precision]!r} or 'fp32' there."
+                f"set_precision: got {precision} for a network on {', '.join(unfit)}; expected a {device.upper()}: {why}. "
+                f"Pass {other!r} or 'fp32' there."
             )
     if precision == "bf16" and not can_compute_bf16():
         raise DeviceError(
@@ -187,26 +182,7 @@ def reduce_precision(graph: Any, precision: str, types: Dict[str, Any]) -> Any:
     Parameters
     ----------
     types : dict of str to dtype
-        The types of its inputs that are no parameters.
-    """
-    reduced = _addable(_reduced(graph, precision, types), set(types))
-    return reduced.as_np_ndarray() if isinstance(graph, mx.sym.np._Symbol) else reduced
-
-
-def _run(block: gluon.HybridBlock, F: Any, *args: Any, **params: Any) -> Any:
-    """Replace `hybrid_forward`: run a layer that is called with arrays as a graph, because only graphs are reduced."""
-    if F is mx.nd:
-        return block._call_cached_op(*args)
-    return type(block).hybrid_forward(block, F, *args, **params)
-
-
-def _reduced(graph: Any, precision: str, types: Dict[str, Any]) -> Any:
-    """Return a legacy graph with casts around its operators; its outputs keep their types.
-
-    Parameters
-    ----------
-    types : dict of str to dtype
-        Of its inputs; parameters are float32.
+        The types of its inputs that are no parameters; those are float32.
 
     Source: the call is that of MXNet 1.9.1, python/mxnet/contrib/amp/amp.py, convert_symbol, which accepts only the operators of
     its lists.
@@ -214,14 +190,14 @@ def _reduced(graph: Any, precision: str, types: Dict[str, Any]) -> Any:
     low, full, widest, conditions = _operators(precision)
     values = [value for _, _, some in conditions for value in some]
     ends = list(np.cumsum([0] + [len(some) for _, _, some in conditions]))
-    types = {**dict.fromkeys(graph.list_inputs(), np.float32), **types}
-    codes = array("i", [_DTYPE_NP_TO_MX[dtype] for dtype in types.values()])
+    all_types = {**dict.fromkeys(graph.list_inputs(), np.float32), **types}  # of parameters, too
+    codes = array("i", [_DTYPE_NP_TO_MX[dtype] for dtype in all_types.values()])
     handle = SymbolHandle()
     check_call(
         _LIB.MXReducePrecisionSymbol(
             graph.handle,
             ctypes.byref(handle),
-            mx_uint(len(types)),
+            mx_uint(len(all_types)),
             c_array_buf(ctypes.c_int, codes),
             mx_uint(len(ends)),
             c_array_buf(ctypes.c_int, array("i", ends)),
@@ -232,10 +208,18 @@ def _reduced(graph: Any, precision: str, types: Dict[str, Any]) -> Any:
             c_str_array([attribute for _, attribute, _ in conditions]),
             c_str_array(values),
             c_str_array([]),
-            c_str_array(list(types)),
+            c_str_array(list(all_types)),
         )
     )
-    return mx.sym.Symbol(handle)
+    reduced = _addable(mx.sym.Symbol(handle), set(types))
+    return reduced.as_np_ndarray() if isinstance(graph, mx.sym.np._Symbol) else reduced
+
+
+def _run(block: gluon.HybridBlock, F: Any, *args: Any, **params: Any) -> Any:
+    """Replace `hybrid_forward`: run a layer that is called with arrays as a graph, because only graphs are reduced."""
+    if F is mx.nd:
+        return block._call_cached_op(*args)
+    return type(block).hybrid_forward(block, F, *args, **params)
 
 
 def _addable(graph: Any, data: Set[str]) -> Any:

@@ -17,7 +17,7 @@ from ..errors import StateError, TrainerError
 from ..nested import Array, is_device_array, leaves, map_leaves
 from ..runtime.c_api import Operator, converted
 from ..runtime.environment import logger
-from ..runtime.mxnet2 import is_mxnet2, update_one
+from ..runtime.mxnet2 import is_mxnet2
 from .adamw import AdamW
 from .layout import Layout
 from .slab import Slab, place_of
@@ -67,7 +67,7 @@ class Update:
         self._updater_on = dict(zip(layout.devices, self.updaters))
         self._operators: Dict[int, List[Operator]] = {}  # of slabs, by their first parameter: one per replica
         self._calls: Dict[Context, List[Callable[[], None]]] = {}  # other updates, which MXNet's optimizer makes
-        self._counts = self._counts_with({})
+        self._counts = dict.fromkeys(self._by_index, optimizer.begin_num_update)  # updates of each parameter
         self._joint: Dict[Tuple[Slab, int], State] = {}  # states of a slab, by replica; those of its parameters are views of it
         self._slabs: List[Slab] = []
         self._taking_part: List[int] = []  # their parameters, in Gluon's order
@@ -127,12 +127,8 @@ class Update:
         for place, (context, updater) in enumerate(self._updater_on.items()):
             held = created.get(context, {}) if self.is_local or not place else {}
             updater.states, updater.states_synced = held, dict.fromkeys(held, True)
-        self._counts = self._counts_with(counts)  # some files have none
+        self._counts = {**dict.fromkeys(self._by_index, self._optimizer.begin_num_update), **counts}  # some files have no counts
         self._slabs, self._joint = [], {}
-
-    def _counts_with(self, counts: Mapping[int, int]) -> Dict[int, int]:
-        """Return the number of updates of each parameter."""
-        return {**dict.fromkeys(self._by_index, self._optimizer.begin_num_update), **counts}
 
     def _run_updater(self, context: Context, indices: List[int], weights: List[Array], gradients: List[Array]) -> None:
         """Update parameters of this device one by one."""
@@ -152,18 +148,18 @@ class Update:
         """
         optimizer, count = self._optimizer, self._counts[first]
         (rate,), (decay,) = optimizer._get_lrs([first]), optimizer._get_wds([first])
-        found: List[Tuple[str, Any]] = [("rescale_grad", optimizer.rescale_grad)]
+        found: Dict[str, Any] = {"rescale_grad": optimizer.rescale_grad}
         if type(optimizer) is opt.Adam:
             rate *= math.sqrt(1.0 - optimizer.beta2**count) / (1.0 - optimizer.beta1**count)
-            found += [("lr", rate), ("wd", decay), ("beta1", optimizer.beta1), ("beta2", optimizer.beta2)]
-            found += [("epsilon", optimizer.epsilon), ("lazy_update", optimizer.lazy_update)]
+            found.update(lr=rate, wd=decay, beta1=optimizer.beta1, beta2=optimizer.beta2)
+            found.update(epsilon=optimizer.epsilon, lazy_update=optimizer.lazy_update)
         else:
-            found += [("lrs", (rate,)), ("wds", (decay,)), ("num_weights", 1)]
+            found.update(lrs=(rate,), wds=(decay,), num_weights=1)
             if optimizer.momentum > 0:
-                found.append(("momentum", optimizer.momentum))
+                found["momentum"] = optimizer.momentum
         if optimizer.clip_gradient:
-            found.append(("clip_gradient", optimizer.clip_gradient))
-        return _converted(tuple(found))
+            found["clip_gradient"] = optimizer.clip_gradient
+        return _converted(tuple(found.items()))
 
     def _prepare(self, slabs: List[Slab]) -> None:
         """Choose the slabs that are updated as one, and put their states into contiguous arrays."""
@@ -199,10 +195,13 @@ class Update:
         return has_one_count or type(self._optimizer) not in (opt.Adam, AdamW)
 
     def _add_joint(self, slab: Slab, replica: int) -> None:
-        first, arrays = slab.indices[0], (slab.weights[replica], slab.gradients[replica], self._joint_state(slab, replica))
-        operator = self._operator(*arrays)
+        first, weight, gradient = slab.indices[0], slab.weights[replica], slab.gradients[replica]
+        state = self._joint_state(slab, replica)
+        operator = self._operator(weight, gradient, state)
         if operator is None:
-            self._calls.setdefault(slab.contexts[replica], []).append(partial(update_one, self._optimizer, first, *arrays))
+            updater = opt.get_updater(self._optimizer)
+            updater.states, updater.states_synced = {first: state}, {first: True}
+            self._calls.setdefault(slab.contexts[replica], []).append(partial(updater, first, gradient, weight))
         else:
             self._operators.setdefault(first, []).append(operator)
 

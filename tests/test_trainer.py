@@ -114,7 +114,7 @@ def test_states_of_something_else_are_refused(tmp_path):
     wider.initialize(ctx=CTX)
     sgd = mgpu.Trainer(small_net_like(net), "sgd", {"learning_rate": 0.1})
     cases = [
-        (mgpu.Trainer(wider, "adam"), {}, r"of another network: 0\.weight \(4, 1, 3, 3\) where this one has"),
+        (mgpu.Trainer(wider, "adam"), {}, r"of another network: '0\.weight' \(4, 1, 3, 3\) where this one has"),
         (sgd, {}, "Adam' where this one has mxnet.optimizer.optimizer.SGD"),
         (trainer, {"version": 3}, "of version 3; expected version 1"),
         (trainer, {"states": {**values["states"], "0": first[:1]}}, r"expected \(NDArray of shape \(4, 1, 3, 3\)"),

@@ -101,16 +101,14 @@ class LocalSGD(Trainer):
             super().average_replicas()
             return
         self.running_stats.move(self._layout.slabs, ())
-        if len(self.contexts) > 1:
-            contexts = tuple(self.contexts)
-            states = [Slab((-1 - i,), contexts, [], arrays) for i, arrays in enumerate(self._update.arrays())]
-            slabs = [replace(one, gradients=one.weights) for one in self._layout.slabs] + states
-            for index in sorted(self._trained.difference(*(one.indices for one in slabs))):  # frozen since
-                slabs.append(Slab((index,), contexts, [], self._params[index].list_data()))
-            with autograd.pause():
-                self._sum.run(slabs)
-                for array in (array.as_nd_ndarray() for slab in slabs for array in slab.gradients):
-                    array /= len(self.contexts)
+        slabs = [replace(one, gradients=one.weights) for one in self._layout.slabs]
+        frozen = self._trained.difference(*(one.indices for one in slabs))  # since the last average
+        others = [*self._update.arrays(), *(self._params[index].list_data() for index in sorted(frozen))]
+        slabs += [Slab((-1 - i,), tuple(self.contexts), [], arrays) for i, arrays in enumerate(others)]
+        with autograd.pause():
+            self._sum.run(slabs)
+            for array in (array.as_nd_ndarray() for slab in slabs for array in slab.gradients):
+                array /= len(self.contexts)
         self._num_local_steps = 0
         self._trained.clear()
 

@@ -213,8 +213,4 @@ def _names_and_shapes(names: List[str], shapes: List[Any], exact: bool) -> List[
 
 
 def _in_words(described: Optional[Tuple[str, Tuple[int, ...]]]) -> str:
-    if not described:
-        return "nothing"
-    name, shape = described
-    name = name if re.fullmatch(r"[\w.]{1,100}", name) else short(name)
-    return f"{name} {shape if len(shape) <= 8 else f'of {len(shape)} dimensions'}"
+    return f"{short(described[0])} {short(described[1])}" if described else "nothing"

@@ -66,7 +66,7 @@ class Update:
         self.updaters = [opt.get_updater(optimizer) for _ in layout.devices]
         self._updater_on = dict(zip(layout.devices, self.updaters))
         self._operators: Dict[int, List[Operator]] = {}  # of slabs, by their first parameter: one per replica
-        self._calls: Dict[Context, List[Callable[[], None]]] = {}  # other updates, which MXNet's optimizer makes
+        self._calls: List[Tuple[Context, Callable[[], None]]] = []  # other updates, which MXNet's updaters make
         self._counts = dict.fromkeys(self._by_index, optimizer.begin_num_update)  # updates of each parameter
         self._joint: Dict[Tuple[Slab, int], State] = {}  # states of a slab, by replica; those of its parameters are views of it
         self._slabs: List[Slab] = []
@@ -89,13 +89,11 @@ class Update:
             attributes = self._attributes(first)
             for operator in operators:
                 operator.run(attributes)
-        for context, calls in self._calls.items():
+        for context, call in self._calls:
             # MXNet counts updates by device number, which cpu(0) and gpu(0) share; each replica counts the same ones
             counts = dict(before) if self.is_local else self._counts
             optimizer._all_index_update_counts = {context.device_id: counts}
-            optimizer._set_current_context(context.device_id)
-            for call in calls:
-                call()
+            call()
         if not self.is_local:
             for slab in slabs:
                 for weight in slab.weights[1:]:
@@ -167,7 +165,7 @@ class Update:
         taking_part = {index for slab in slabs for index in slab.indices}
         self._taking_part = [index for index in self.order if index in taking_part]
         single: Dict[Context, Dict[int, int]] = {}  # by the device: parameters that are updated one by one, and their replicas
-        self._slabs, self._operators, self._calls = [], {}, {}  # if something here raises, the next step prepares anew
+        self._slabs, self._operators, self._calls = [], {}, []  # if something here raises, the next step prepares anew
         self._joint = {key: state for key, state in self._joint.items() if key[0] in self._layout.slabs}
         if any(map(self._has_new_owner, slabs)):
             self.restore(self.states(), self._counts)
@@ -183,7 +181,7 @@ class Update:
             indices = [index for index in self._taking_part if index in replica_of]
             weights = [self._by_index[index]._data[replica_of[index]] for index in indices]
             gradients = [self._by_index[index]._grad[replica_of[index]] for index in indices]
-            self._calls.setdefault(context, []).append(partial(self._run_updater, context, indices, weights, gradients))
+            self._calls.append((context, partial(self._run_updater, context, indices, weights, gradients)))
             logger.debug("Trainer: %d parameters on %s are updated one by one", len(indices), context)
         self._slabs = slabs
 
@@ -201,7 +199,7 @@ class Update:
         if operator is None:
             updater = opt.get_updater(self._optimizer)
             updater.states, updater.states_synced = {first: state}, {first: True}
-            self._calls.setdefault(slab.contexts[replica], []).append(partial(updater, first, gradient, weight))
+            self._calls.append((slab.contexts[replica], partial(updater, first, gradient, weight)))
         else:
             self._operators.setdefault(first, []).append(operator)
 

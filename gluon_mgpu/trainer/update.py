@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import ChainMap
 from functools import lru_cache, partial
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import mxnet as mx
 import numpy as np
@@ -122,9 +122,9 @@ class Update:
         """Set the states of parameters, counts, and the order if it is known: names may sort differently now."""
         created = states_on(self._layout, self._optimizer, states, "a saved state", {})
         self.order = self.order if order is None else list(order)
-        for place, (context, updater) in enumerate(self._updater_on.items()):
-            held = created.get(context, {}) if self.is_local or not place else {}
-            updater.states, updater.states_synced = held, dict.fromkeys(held, True)
+        for context, updater in self._updater_on.items():
+            updater.states = created.get(context, {})
+            updater.states_synced = dict.fromkeys(updater.states, True)
         self._counts = {**dict.fromkeys(self._by_index, self._optimizer.begin_num_update), **counts}  # some files have no counts
         self._slabs, self._joint = [], {}
 
@@ -164,23 +164,22 @@ class Update:
         _check_dtypes(self._optimizer, self._layout.params)  # cast since the trainer was made
         taking_part = {index for slab in slabs for index in slab.indices}
         self._taking_part = [index for index in self.order if index in taking_part]
-        single: Dict[Context, Dict[int, int]] = {}  # by the device: parameters that are updated one by one, and their replicas
+        single: Dict[Context, Set[int]] = {}  # by the device: parameters that are updated one by one
         self._slabs, self._operators, self._calls = [], {}, []  # if something here raises, the next step prepares anew
         self._joint = {key: state for key, state in self._joint.items() if key[0] in self._layout.slabs}
         if any(map(self._has_new_owner, slabs)):
             self.restore(self.states(), self._counts)
         for slab in slabs:
-            replicas = range(len(slab.contexts) if self.is_local else 1) if slab.owner is None else (slab.owner,)
-            is_joint = self._is_joint(slab)
-            for replica in replicas:
-                if is_joint:
+            is_joint, owner = self._is_joint(slab), slab.owner if self.is_local else 0
+            for replica, context in enumerate(slab.contexts):
+                if owner in (None, replica) and is_joint:
                     self._add_joint(slab, replica)
-                else:
-                    single.setdefault(slab.contexts[replica], {}).update(dict.fromkeys(slab.indices, replica))
-        for context, replica_of in single.items():
-            indices = [index for index in self._taking_part if index in replica_of]
-            weights = [self._by_index[index]._data[replica_of[index]] for index in indices]
-            gradients = [self._by_index[index]._grad[replica_of[index]] for index in indices]
+                elif owner in (None, replica):
+                    single.setdefault(context, set()).update(slab.indices)
+        for context, own in single.items():
+            indices = [index for index in self._taking_part if index in own]
+            weights = [self._by_index[index].data(context) for index in indices]
+            gradients = [self._by_index[index].grad(context) for index in indices]
             self._calls.append((context, partial(self._run_updater, context, indices, weights, gradients)))
             logger.debug("Trainer: %d parameters on %s are updated one by one", len(indices), context)
         self._slabs = slabs
@@ -256,7 +255,7 @@ def _check_dtypes(optimizer: opt.Optimizer, params: Sequence[gluon.Parameter]) -
 def states_on(
     layout: Layout, optimizer: opt.Optimizer, states: Mapping[int, State], fname: str, shapes: Mapping[int, Sequence[int]]
 ) -> Dict[Context, Dict[int, State]]:
-    """Return newly created states on each device, or on the parameter's owner, with the values of others.
+    """Return newly created states on each device, or on the one that updates the parameter, with the values of others.
 
     Parameters
     ----------
@@ -272,7 +271,8 @@ def states_on(
     """
     created: Dict[Context, Dict[int, State]] = {}
     for index, value in states.items():
-        name, param, owner = layout.names[index], layout.params[index], layout.owner_of(index)
+        name, param = layout.names[index], layout.params[index]
+        owner = layout.owner_of(index) if is_replicable(optimizer) else 0
         if param._data is None and id(param) not in shapes:
             raise StateError(
                 f"load_states: got {name} without a shape yet; expected values on the devices. Pass one batch through the "

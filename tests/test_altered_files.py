@@ -43,7 +43,7 @@ class Run:
     def state(self):
         optimizer, update = self.trainer.optimizer, self.trainer._update
         arrays = [a for p in self.net.collect_params().values() if p._data is not None for a in p.list_data()]
-        arrays += [state for updater in update.updaters for _, state in sorted(updater.states.items())]
+        arrays += [state for updater in update.updaters.values() for _, state in sorted(updater.states.items())]
         values = [array.asnumpy().tolist() for array in arrays]
         schedule = vars(optimizer.lr_scheduler)
         drawn = [np.asarray(one).tolist() for one in np.random.get_state()[1:3]]

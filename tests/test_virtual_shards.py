@@ -328,7 +328,7 @@ def choose(net, trainer, replica, rng):
     index = indices[rng.randint(len(indices))]
     if rng.randint(2):
         return trainer._params[index].data(trainer.contexts[replica])
-    return trainer._update.updaters[replica].states[index]
+    return trainer._updaters[replica].states[index]
 
 
 @pytest.mark.each_value

@@ -65,7 +65,7 @@ def restore_optimizer(
             schedule.__dict__.update(vars(first))
     _restore(saved["values"], optimizer)
     schedule = saved["schedule"]
-    if schedule and schedule["class"] == class_name(optimizer.lr_scheduler):
+    if schedule and optimizer.lr_scheduler is not None and schedule["class"] == class_name(optimizer.lr_scheduler):
         _restore(schedule["values"], optimizer.lr_scheduler)
     end = getattr(optimizer.lr_scheduler, "max_update", None)
     if end is not None and optimizer.num_update > end:
@@ -89,8 +89,8 @@ def _restore(values: Dict[str, Any], thing: Any) -> None:
 def _described(thing: Any) -> Any:
     if thing is None:
         return None
-    values = {}
-    for name in sorted(_moved(thing).intersection(vars(thing))):
+    values, moved = {}, _moved(thing)
+    for name in sorted(set(vars(thing)) - _NOT_KEPT - (_arguments(thing) - moved)):  # arguments belong to the program
         try:
             values[name] = _plain(vars(thing)[name])
         except TypeError:
@@ -99,7 +99,7 @@ def _described(thing: Any) -> Any:
                 "numbers, texts and lists of them, which can be read without executing code. Train with another optimizer or "
                 "schedule, or save only the network."
             ) from None
-    return {"class": class_name(thing), "values": values}
+    return {"class": class_name(thing), "values": {name: value for name, value in values.items() if name in moved}}
 
 
 def _moved(thing: Any) -> Set[str]:

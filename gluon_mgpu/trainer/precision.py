@@ -23,8 +23,6 @@ from ..refusals import refusal
 from ..runtime.mxnet2 import require_mxnet1
 from .parameters import blocks_of, check_initialised
 
-PRECISIONS = ("fp32", "bf16", "fp16")
-
 _DTYPES = {"bf16": amp.bfloat16, "fp16": np.float16}
 # the device that a precision needs, why, and the precision for another one
 _WHERE = {
@@ -87,8 +85,6 @@ def set_precision(net: gluon.Block, precision: str) -> None:
 
     Source: Micikevicius et al., "Mixed precision training", 2018; MXNet 1.9.1, src/nnvm/low_precision_pass.cc.
     """
-    if precision != "fp32":
-        require_mxnet1("set_precision")
     _check(net, precision)
     compiled = [block for block in blocks_of(net) if isinstance(block, gluon.HybridBlock)]
     changing = [block for block in compiled if vars(block).get("_precision", "fp32") != precision]
@@ -116,13 +112,14 @@ def precision_of(net: Any) -> str:
 
 
 def _check(net: Any, precision: Any) -> None:
-    one_of("set_precision", "precision", precision, list(PRECISIONS), advice="fp32 is MXNet's own.")
+    one_of("set_precision", "precision", precision, ["fp32", *_DTYPES], advice="fp32 is MXNet's own.")
     if precision != precision_of(net) and hasattr(net, "replica_contexts"):
         raise refusal("set_precision", "Pipeline", "set_precision()")
     what = "the network, whose operators have the precision"
     instance("set_precision", "net", net, gluon.Block, what, advice="Pass the Block, not its parameters.")
     if precision == "fp32":
         return
+    require_mxnet1("set_precision")
     params, (device, why, other) = net.collect_params(), _WHERE[precision]
     check_initialised("set_precision", params)
     for name, param in params.items():
@@ -228,8 +225,8 @@ def _addable(graph: Any, data: Set[str]) -> Any:
     In oneDNN, the backward pass of a cast ignores "add", and the gradient stays 0. The backward pass of a copy adds.
     """
     nodes = json.loads(graph.tojson(remove_amp_cast=False))["nodes"]
-    read = {nodes[node["inputs"][0][0]]["name"]: nodes[node["inputs"][0][0]]["op"] for node in nodes if node["op"] == "amp_cast"}
-    variables = {name for name, op in read.items() if op == "null"}.difference(data)
+    sources = [nodes[node["inputs"][0][0]] for node in nodes if node["op"] == "amp_cast"]
+    variables = {source["name"] for source in sources if source["op"] == "null"}.difference(data)
     inner = graph.get_internals()
     copies = {name: mx.sym.identity(inner[name], name=f"{name}_copy") for name in variables}
     return graph(**copies) if copies else graph

@@ -14,7 +14,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import optimizer as opt
 
-from ..checks import is_whole, short
+from ..checks import is_whole, reason_of, short
 from ..errors import StateError
 from ..nested import Array, is_device_array
 from ..runtime.new_files import new_file
@@ -25,8 +25,6 @@ from .update import State, states_on
 
 _VALUES = "trainer.json"  # the entry of a file of states that holds all but the arrays
 _VERSION = 1
-_ADVICE = "Use another file, or save it again"
-_SHOWN = 120  # characters of another library's error
 
 
 @dataclass(frozen=True)
@@ -179,9 +177,9 @@ def _check_same(fname: str, state: TrainerState, layout: Layout, operation: str)
 
 
 def _damaged(source: Any, error: Exception, operation: str = "load_states") -> StateError:
-    reason = " ".join(str(error).split())[:_SHOWN]
     return StateError(
-        f"{operation}: got {source}, which is damaged ({type(error).__name__}: {reason}); expected an undamaged one. {_ADVICE}."
+        f"{operation}: got {source}, which is damaged ({type(error).__name__}: {reason_of(error)}); expected an undamaged one. "
+        "Use another file, or save it again."
     )
 
 

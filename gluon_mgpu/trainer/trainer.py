@@ -178,7 +178,7 @@ class Trainer(gluon.Trainer):
         self._num_counted: float = 0  # examples of the steps in them
         self._summed: Optional[List[Slab]] = None  # summed by allreduce_grads(), not applied by update() yet
         self._update = Update(self._optimizer, self._layout, gluon_order(params))
-        self._updaters = self._update.updaters  # gluon.Trainer's name, which other libraries use
+        self._updaters = list(self._update.updaters.values())  # gluon.Trainer's name, which other libraries use
         if precision is not None:
             set_precision(params, precision)
         self.loss_scaler = LossScaler() if precision_of(params) == "fp16" else None
@@ -191,9 +191,7 @@ class Trainer(gluon.Trainer):
             self.use_virtual_shards(virtual_shards)
         self.replica_check: Optional[ReplicaCheck] = None
         if check_replicas_every is not None:
-            self.replica_check = ReplicaCheck(
-                self._layout, self._update.updaters, check_replicas_every, trains_apart=self.trains_apart
-            )
+            self.replica_check = ReplicaCheck(self._layout, self._updaters, check_replicas_every, trains_apart=self.trains_apart)
 
     @property
     def virtual_shards(self) -> Optional[int]:
@@ -479,7 +477,7 @@ class Trainer(gluon.Trainer):
             for kind, arrays in (("weights", param._data), ("gradients", param._grad)):
                 for array in arrays or ():
                     held[str(array.context)][kind] += num_bytes(array)
-        for parts, updater in zip(held.values(), self._update.updaters):
+        for parts, updater in zip(held.values(), self._updaters):
             parts["states"] = sum(num_bytes(leaf) for _, leaf in leaves(list(updater.states.values())) if is_device_array(leaf))
         return held
 

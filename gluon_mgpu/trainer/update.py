@@ -50,8 +50,8 @@ class Update:
 
     Attributes
     ----------
-    updaters : list of mxnet.optimizer.Updater
-        One per device. Their states are per parameter, by index; for some optimizers they are views of one array per bucket.
+    updaters : dict of mxnet.Context to mxnet.optimizer.Updater
+        By device. Their states are per parameter, by index; for some optimizers they are views of one array per bucket.
     order : list of int
         The argument, when the training of these states began.
     is_local : bool
@@ -63,8 +63,7 @@ class Update:
         _check_dtypes(optimizer, layout.params)
         self._optimizer, self._layout, self.order = optimizer, layout, list(order)
         self._by_index = dict(enumerate(layout.params))
-        self.updaters = [opt.get_updater(optimizer) for _ in layout.devices]
-        self._updater_on = dict(zip(layout.devices, self.updaters))
+        self.updaters: Dict[Context, opt.Updater] = {device: opt.get_updater(optimizer) for device in layout.devices}
         self._operators: Dict[int, List[Operator]] = {}  # of slabs, by their first parameter: one per replica
         self._calls: List[Tuple[Context, Callable[[], None]]] = []  # other updates, which MXNet's updaters make
         self._counts = dict.fromkeys(self._by_index, optimizer.begin_num_update)  # updates of each parameter
@@ -103,7 +102,7 @@ class Update:
         """Return the arrays of the optimizer's states, one list per state with one array per replica."""
         held: List[List[Array]] = []
         together = {index for slab, _ in self._joint for index in slab.indices}
-        for replica, updater in enumerate(self.updaters):
+        for replica, updater in enumerate(self.updaters.values()):
             alone = [state for index, state in sorted(updater.states.items()) if index not in together]
             joint = [state for (_, where), state in self._joint.items() if where == replica]
             held.append([array for _, array in leaves([alone, joint]) if is_device_array(array)])
@@ -111,7 +110,7 @@ class Update:
 
     def states(self) -> Dict[int, State]:
         """Return the states of the first replica, by parameter, or of its owner."""
-        found: ChainMap[int, State] = ChainMap(*[updater.states for updater in self.updaters])
+        found: ChainMap[int, State] = ChainMap(*[updater.states for updater in self.updaters.values()])
         return dict(sorted(found.items()))
 
     def counts(self) -> Dict[int, int]:
@@ -122,7 +121,7 @@ class Update:
         """Set the states of parameters, counts, and the order if it is known: names may sort differently now."""
         created = states_on(self._layout, self._optimizer, states, "a saved state", {})
         self.order = self.order if order is None else list(order)
-        for context, updater in self._updater_on.items():
+        for context, updater in self.updaters.items():
             updater.states = created.get(context, {})
             updater.states_synced = dict.fromkeys(updater.states, True)
         self._counts = {**dict.fromkeys(self._by_index, self._optimizer.begin_num_update), **counts}  # some files have no counts
@@ -134,7 +133,7 @@ class Update:
         # MXNet lets operators read a copy: the replicas would differ.
         is_read_again = type(self._optimizer) is opt.NAG and context.device_type == "cpu"
         written = [weight * 1 for weight in weights] if is_read_again else weights
-        self._updater_on[context](indices, gradients, written)
+        self.updaters[context](indices, gradients, written)
         if is_read_again:
             for weight, new in zip(weights, written):
                 new.copyto(weight)
@@ -217,7 +216,7 @@ class Update:
     def _joint_state(self, slab: Slab, replica: int) -> State:
         """Return the states of a slab's parameters as one."""
         if (slab, replica) not in self._joint:
-            updater = self._updater_on[slab.contexts[replica]]
+            updater = self.updaters[slab.contexts[replica]]
             joint = self._optimizer.create_state_multi_precision(slab.indices[0], slab.weights[replica])
             for index in slab.indices:
                 place, former = place_of(self._by_index[index]), updater.states
@@ -230,7 +229,7 @@ class Update:
 
     def _has_new_owner(self, slab: Slab) -> bool:
         """Return whether other replicas have states: a parameter that was frozen is trained again, in another bucket."""
-        others = [self._updater_on[context] for replica, context in enumerate(slab.contexts) if replica != slab.owner]
+        others = [self.updaters[context] for replica, context in enumerate(slab.contexts) if replica != slab.owner]
         return slab.owner is not None and any(index in other.states for other in others for index in slab.indices)
 
 

@@ -76,9 +76,11 @@ class ReplicaCheck:
             if others:
                 is_known = 2 * count > len(sums)  # the others agree
                 wrong = [device for device, one in sums.items() if one != most or not is_known]
+                names = [self._layout.names[index] for index in slab.indices]
+                more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
                 raise ReplicaError(
-                    f"Trainer.step: got other bits on {', '.join(wrong)} in bucket {at} ({self._names(slab)}) after update "
-                    f"{self._num_updates}; expected the same weights and states on all devices, as after update "
+                    f"Trainer.step: got other bits on {', '.join(wrong)} in bucket {at} ({', '.join(names[:_MOST_NAMES])}{more}) "
+                    f"after update {self._num_updates}; expected the same weights and states on all devices, as after update "
                     f"{self.num_verified}. Test {'this device' if len(wrong) == 1 else 'these devices'}, and resume from "
                     f"{self.checkpoint}."
                 )
@@ -96,7 +98,3 @@ class ReplicaCheck:
             if is_device_array(leaf):
                 found = zlib.crc32(leaf.asnumpy().tobytes(), found)
         return found
-
-    def _names(self, slab: Slab) -> str:
-        names = [self._layout.names[index] for index in slab.indices]
-        return ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")

@@ -51,7 +51,7 @@ class Update:
     Attributes
     ----------
     updaters : dict of mxnet.Context to mxnet.optimizer.Updater
-        By device. Their states are per parameter, by index; for some optimizers they are views of one array per bucket.
+        By device. Their states are per parameter, by index; for some optimizers they are views of one array per slab.
     order : list of int
         The argument, when the training of these states began.
     is_local : bool

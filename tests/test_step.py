@@ -32,6 +32,8 @@ def test_prediction_mode_and_training_mode():
     batch = mgpu.eval_batch(net, ones, np.zeros(60), CTX)
     assert all((output.asnumpy() == 1).all() for output in batch.outputs)
     assert (batch.losses, batch.num_examples) == ([], 60)
+    split = partial(mgpu.split_batch, batch_axis=(0, 1))
+    assert mgpu.eval_batch(net, ones, {"y": np.zeros((9, 60))}, CTX, split_f=split).num_examples == 60  # was 0
     with autograd.record():  # inside somebody's record, too
         assert all((output.asnumpy() == 1).all() for output in mgpu.eval_batch(net, ones, np.zeros(60), CTX).outputs)
 

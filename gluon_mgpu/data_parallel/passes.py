@@ -38,17 +38,16 @@ class Passes:
         Whether they may draw random numbers; None if it is unknown.
     notes_examples : bool
         Whether they count the examples of each device for BatchNorm's running statistics themselves.
+    shard_numbers : list of int or None
+        The number of the virtual shard of each latest output; None if there is one shard for each device.
     """
 
     is_compiled = notes_examples = False
     draws: Optional[bool] = None
+    shard_numbers: Optional[List[int]] = None
 
     def __init__(self, net: gluon.Block, loss: Any, *, trains: bool) -> None:
         self._net, self._loss, self._trains = net, loss, trains
-
-    def shard_numbers(self, count: int) -> Optional[List[int]]:
-        """Return the number of the virtual shard of each result, None if there is one shard for each device."""
-        return None
 
     def arrange(self, operation: str, Xs: List[Any], ys: List[Any], batch_axis: Any) -> Tuple[List[Any], List[Any]]:
         """Return the shards of a batch as `forward` takes them."""

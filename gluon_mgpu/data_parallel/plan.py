@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from functools import partial
 from inspect import signature
-from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Hashable, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -78,8 +78,8 @@ class Plan:
         How such batches are divided; None if that varies.
     num_examples : int
         Over all processes that share the batch; of the latest batch, where the split varies.
-    examples : dict of Context to int
-        Those of each device of this process.
+    examples : list of (Context, int)
+        Those of each loss that was counted, and its device.
     is_new : bool
         No batch was counted yet.
     shapes : list of tuple
@@ -93,7 +93,7 @@ class Plan:
     def __init__(self, parts: Optional[SplitPlan], *, casts_labels: bool) -> None:
         self.parts, self.casts_labels, self.is_new = parts, casts_labels, True
         self.num_examples = 0 if parts is None else parts.num_examples
-        self.examples: Dict[Context, int] = {}
+        self.examples: List[Tuple[Context, int]] = []
         self.shapes: List[Tuple[int, ...]] = []
         self.shards: Optional[Hashable] = None
 
@@ -182,25 +182,20 @@ class Planner:
         return list(shards[0]), list(shards[1])
 
     def _count_examples(self, plan: Plan, losses: Sequence[Array], y: Any, ys: Sequence[Any]) -> None:
-        several = process_shard()[1] > 1
-        if losses:
-            counted = [self._count(shard, *pair) for shard, pair in enumerate(zip(losses, ys))]
-            most = None if several else self._size(y)
+        counted = [self._count(shard, *pair) for shard, pair in enumerate(zip(losses, ys))]
+        if losses and process_shard()[1] == 1:  # otherwise the split has counted them
+            most = self._size(y)
             if most is not None and sum(counted) > most:
                 raise TrainerError(
                     f"{self._operation}: got losses of {counted} examples for a batch of {most} along axis "
                     f"{self._split.label_axis}; expected no more. Give split_f a parameter batch_axis, whose default is the axis "
                     "of the examples."
                 )
-            plan.examples, plan.shapes = {}, [loss.shape for loss in losses]
-            for loss, number in zip(losses, counted):
-                plan.examples[loss.context] = plan.examples.get(loss.context, 0) + number
             plan.num_examples = sum(counted)
-        else:
-            plan.num_examples = sum(int(label.shape[0]) for label in ys if is_device_array(label) and label.shape)
-        if several:
-            plan.num_examples = count_examples(self._operation, y, self._split.label_axis)
-        plan.is_new = False
+        elif plan.parts is None:
+            plan.num_examples = sum(self._size(label) or 0 for label in ys)
+        plan.examples = [(loss.context, number) for loss, number in zip(losses, counted)]
+        plan.is_new, plan.shapes = False, [loss.shape for loss in losses]
 
     def _check_axis(self, label: Any) -> None:
         """Raise `TrainerError` if one of MXNet's losses would average over other axes than those of one example.

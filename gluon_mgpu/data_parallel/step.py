@@ -227,7 +227,7 @@ class TrainStep:
         self._planner = Planner(operation, loss, split, trainer.contexts)
         self._axis = split.batch_axis
         self._stats: List[gluon.Parameter] = []
-        self._open: Optional[bool] = None  # whether batches have left shapes open; None before the first one
+        self._open = True  # whether shapes may be open
         self._in_flight: Deque[List[Array]] = deque()  # losses of the latest batches
 
     def is_of(self, *asked: Any) -> bool:
@@ -277,7 +277,7 @@ class TrainStep:
         plan, Xs, ys = planner.split(X, y)
         Xs, ys = passes.arrange(self._operation, Xs, ys, self._axis)
         on_phase("forward")
-        if self._open is None or (self._open and plan.is_new):  # batches of another form may reach other layers
+        if self._open and plan.is_new:  # batches of another form may reach other layers
             self._begin(X, y, Xs, ys)
         trainer.gradients.place()
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
@@ -292,17 +292,15 @@ class TrainStep:
         passes.backward(trainer, losses)
         on_phase("update")
         if self._stats and not passes.notes_examples:
-            note_examples(plan.examples.items(), self._stats)
+            note_examples(plan.examples, self._stats)
         trainer.step(divisor, self._ignore_stale_grad)
         on_phase("dispatch")
         self._in_flight.append(losses)
         if len(self._in_flight) > MOST_IN_FLIGHT:  # a loop that never waits must not fill the memory with batches
             for one in self._in_flight.popleft():
                 one.wait_to_read()
-        numbers = passes.shard_numbers(len(outputs))
-        return Batch(
-            outputs, ys, losses, plan.num_examples, own_units, numbers, plan if passes.is_compiled and plan.parts else None
-        )
+        known = plan if passes.is_compiled and plan.parts else None
+        return Batch(outputs, ys, losses, plan.num_examples, own_units, passes.shard_numbers, known)
 
     def _begin(self, X: Any, y: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
         """Let the first batch decide the shapes of parameters that layers leave open."""
@@ -371,8 +369,8 @@ class EvalStep:
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
         _, own_units = planner.count(plan, losses, y, ys, is_compiled=passes.is_compiled)
         self.places = plan.parts.places if plan.parts is not None else []
-        numbers, known = passes.shard_numbers(len(outputs)), plan if passes.is_compiled and plan.parts else None
-        return Batch(outputs, ys, losses, plan.num_examples, own_units, numbers, known)
+        known = plan if passes.is_compiled and plan.parts else None
+        return Batch(outputs, ys, losses, plan.num_examples, own_units, passes.shard_numbers, known)
 
 
 def _compare(operation: str, label: Any) -> None:

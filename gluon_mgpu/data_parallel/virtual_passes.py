@@ -48,18 +48,13 @@ class VirtualPasses(Passes):
         if is_synchronised(self._net):
             raise refusal("train_batch", "virtual_shards", "synchronised BatchNorm")
 
-    def shard_numbers(self, count: int) -> Optional[List[int]]:
-        """Return the numbers of this process's first virtual shards."""
-        return [(self._first + place) // self._parts for place in range(count)]
-
-    @property
-    def _first(self) -> int:
-        rank, num_processes = process_shard()
-        return rank * (self._num_shards // num_processes)
-
     def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any = None) -> Tuple[List[Any], List[Array]]:
         """Queue the passes of all virtual shards, with a trainer also their backward passes. Return outputs and losses."""
         trainer = self._trainer
+        rank, num_processes = process_shard()
+        num_here = self._num_shards // num_processes
+        first = rank * num_here
+        self.shard_numbers = [(first + place) // self._parts for place in range(len(Xs))]
         if trainer is None:
             found = [self._inner.forward(operation, [X], [y]) for X, y in zip(Xs, ys)]
             return [output for (output,), _ in found], [loss for _, losses in found for loss in losses]
@@ -77,12 +72,12 @@ class VirtualPasses(Passes):
         statistics.begin()
         if not Xs:
             empty_pass(trainer.gradients)
-        each = self._num_shards // process_shard()[1] // len(contexts)
+        each = num_here // len(contexts)
         with one_pass(trainer.gradients):
             for place in sorted(range(len(Xs)), key=lambda place: place % each):  # each device's first one, then the second ones
                 replica = place // each
                 if self._inner.draws is not False:
-                    mx.random.seed(virtual.seed_of(self._first + place), contexts[replica])
+                    mx.random.seed(virtual.seed_of(first + place), contexts[replica])
                 if not self._inner.is_compiled:  # a graph writes all gradients
                     with autograd.pause():
                         for buffer in buffers:
@@ -92,7 +87,7 @@ class VirtualPasses(Passes):
                 outputs[place] = map_leaves(lambda _, leaf: leaf.detach() if is_device_array(leaf) else leaf, output)
                 losses[place] = loss.detach()
                 moved = statistics.take(replica, loss.shape[0] if loss.shape else 1)
-                tree.add(self._first + place, replica, gradients[replica] + moved)
+                tree.add(first + place, replica, gradients[replica] + moved)
         if len(Xs) > len(contexts):
             note_parts(trainer.gradients)
         with autograd.pause():
@@ -149,7 +144,6 @@ class ShardStatistics:
 
     def move(self, root: List[Array], num_examples: int) -> None:
         """Move the statistics of all devices by the mean over the examples of all shards."""
-        if num_examples:
-            means = [one / num_examples for one in root[len(root) - len(self._replicas[0].before) :]]
-            for own, context in zip(self._replicas, self._contexts):
-                own.move([mean.as_in_context(context) for mean in means])
+        means = [one / num_examples for one in root[len(root) - len(self._replicas[0].before) :]]
+        for own, context in zip(self._replicas, self._contexts):
+            own.move([mean.as_in_context(context) for mean in means])

@@ -66,7 +66,6 @@ class CompiledPasses(Passes):
         self.reason = ""
         self._trainer, self._mode = trainer, mode
         self._graphs: Dict[Hashable, Graph] = {}
-        self._may_draw = False
         self._params: Dict[int, gluon.Parameter] = {}  # of the graphs, by their ids
         self._others: List[gluon.Parameter] = []  # of these: frozen ones, and those that the trainer does not look at
         self._hybridized: Tuple[Any, ...] = ()
@@ -89,7 +88,7 @@ class CompiledPasses(Passes):
         TrainerError
             They cannot be compiled, and the mode is `"on"`. Nothing was changed.
         """
-        self._queued, self.is_compiled, self.draws = [], False, None
+        self._queued, self.is_compiled = [], False
         self._follow()
         reason = self.reason
         if not reason:
@@ -108,8 +107,9 @@ class CompiledPasses(Passes):
                 "compiled='auto' to run such passes without a graph."
             )
         found = super().forward(operation, Xs, ys)
+        self.draws = None
         if not self.reason:  # the data are not to blame: the recorded passes accept them
-            self._give_up(reason)
+            self._set_reason(reason)
         return found
 
     def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
@@ -146,7 +146,7 @@ class CompiledPasses(Passes):
         except (MXNetError, *OF_WRONG_DATA) as error:
             raise_named(error, operation, "network", at, Xs[at], ys[at])
         self._queued = executors if self._trains else []
-        self.is_compiled, self.draws = True, self._may_draw
+        self.is_compiled = True
         return outputs, losses
 
     def _bind(self, Xs: Sequence[Any], ys: Sequence[Any]) -> List[Executor]:
@@ -165,18 +165,17 @@ class CompiledPasses(Passes):
 
     def _executor(self, graph: Graph, inputs: List[Array]) -> Executor:
         context = inputs[0].context
-        owner = self._owners.get(context)
         made = partial(Executor, graph, inputs, trains=self._trains)
-        if owner is None or owner.size < sum(one.size for one in inputs):
-            self._forget(context)
-            owner = self._owners[context] = made()
-        return made(shared=owner)
+        if context not in self._owners or self._owners[context].size < sum(one.size for one in inputs):
+            self._forget()
+            self._owners.pop(context, None)  # the new one gets its memory
+            self._owners[context] = made()
+        return made(shared=self._owners[context])
 
     def _graph(self, X: Any, y: Any) -> Graph:
         form = (nesting_of(X), nesting_of(y), mx.util.is_np_array())
         if form not in self._graphs:
             self._graphs[form] = trace(self._net, self._loss, X, y)
-            self._may_draw = any(graph.draws for graph in self._graphs.values())
             self._note()
         return self._graphs[form]
 
@@ -187,11 +186,9 @@ class CompiledPasses(Passes):
             return
         if hybridized[1:] != self._hybridized[1:]:
             self._graphs.clear()
-            self.reason = ""
-            reason = why_not_compiled(self._net, self._loss, traced_once=self._mode == "on")
-            if reason:
-                self._give_up(reason)
+            self._set_reason(why_not_compiled(self._net, self._loss, traced_once=self._mode == "on"))
         self._forget()
+        self._owners.clear()
         self._note()
 
     def _hybridization(self) -> Tuple[Any, ...]:
@@ -208,23 +205,22 @@ class CompiledPasses(Passes):
         return [*map(_DATA, self._others), *map(_GRAD, self._others), *map(_REQ, self._others)]
 
     def _note(self) -> None:
+        self.draws = any(graph.draws for graph in self._graphs.values()) if self._graphs else None
         self._params = {id(param): param for graph in self._graphs.values() for param in graph.params.values()}
         looked_at = set() if self._trainer is None else set(map(id, self._trainer.params))
         self._others = [param for key, param in self._params.items() if key not in looked_at or param._grad is None]
         self._arrays = self._current_arrays()
         self._hybridized = self._hybridization()
 
-    def _forget(self, context: Optional[Context] = None) -> None:
-        """Forget all executors, and the memory of a device or of all: their arrays have changed, or need more memory."""
+    def _forget(self) -> None:
+        """Forget all executors that have run: their arrays have changed, or need more memory."""
         if self._bound:
             mx.nd.waitall()  # their operations must not be deleted while they run
         self._bound.clear()
-        for one in [context] if context is not None else list(self._owners):
-            self._owners.pop(one, None)
 
-    def _give_up(self, reason: str) -> None:
+    def _set_reason(self, reason: str) -> None:
         self.reason = reason
-        if self._mode == "auto":
+        if reason and self._mode == "auto":
             logger.debug("%s: passes are recorded, not compiled: %s", self._net.name, reason)
 
 
@@ -261,18 +257,15 @@ def make_passes(
         The mode is none of these, or a network on several devices must be compiled as one graph.
     """
     one_of(operation, "compiled", compiled, MODES, advice="'auto' compiles where it can.")
-    trains = trainer is not None
     if spans_devices(net):
         if compiled == "on":
             raise refusal(operation, "Pipeline", "compiled='on'")
         return net.make_passes(loss, trainer=trainer)
     if compiled == "off":
-        return Passes(net, loss, trains=trains)
-    name = "training passes" if trains else "passes"
-    known = None if kept is None else kept.get(name)
-    if isinstance(known, CompiledPasses) and known.is_of(net, loss, compiled):
-        return known
-    made = CompiledPasses(net, loss, trainer, compiled)
-    if kept is not None:
-        kept[name] = made
-    return made
+        return Passes(net, loss, trains=trainer is not None)
+    kept = {} if kept is None else kept
+    name = "passes" if trainer is None else "training passes"
+    known = kept.get(name)
+    if not isinstance(known, CompiledPasses) or not known.is_of(net, loss, compiled):
+        known = kept[name] = CompiledPasses(net, loss, trainer, compiled)
+    return known

@@ -22,7 +22,7 @@ from ..trainer.slab import MOVES
 from ..trainer.trainer import Trainer
 from .batchnorm import is_synchronised
 from .executors import Executor
-from .graph import Graph, NotCompilableError, inputs_of, nesting_of, trace, why_not_compiled
+from .graph import Graph, NotCompilableError, inputs_of, nesting_of, reasons_against, trace
 from .passes import Passes, raise_named
 from .plan import form_of
 
@@ -186,7 +186,7 @@ class CompiledPasses(Passes):
             return
         if hybridized[1:] != self._hybridized[1:]:
             self._graphs.clear()
-            self._set_reason(why_not_compiled(self._net, self._loss, traced_once=self._mode == "on"))
+            self._set_reason(next(reasons_against(self._net, self._loss, traced_once=self._mode == "on"), ""))
         self._forget()
         self._owners.clear()
         self._note()

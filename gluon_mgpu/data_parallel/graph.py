@@ -62,18 +62,6 @@ class Graph:
         return _regroup(list(arrays), self._form)
 
 
-def why_not_compiled(net: Any, loss: Any, *, traced_once: bool = False) -> str:
-    """Return why a network and its loss cannot be one compiled graph, "" if nothing is known against it.
-
-    Parameters
-    ----------
-    traced_once : bool
-        Whether the caller may be sure that tracing them once is enough. By default, they must be hybridized, which says so:
-        Python code that does something else in each call would do the same from then on.
-    """
-    return next(_reasons_against(net, loss, traced_once), "")
-
-
 def inputs_of(net: gluon.Block, X: Any, y: Any = None) -> List[Array]:
     """Return the arrays of a shard that its graph reads: of the features as the network prepares them, and of the label.
 
@@ -125,7 +113,7 @@ def trace(net: gluon.Block, loss: Any, X: Any, y: Any) -> Graph:
 
 def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: bool) -> Graph:
     data, out = net._get_graph(*arguments)
-    heads = list(_classic(out))  # MXNet cannot iterate over np symbols
+    heads = list(out.as_nd_ndarray())  # MXNet cannot iterate over np symbols
     names = [symbol.name for symbol in data]
     symbol = heads
     if loss is not None:
@@ -139,12 +127,13 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
             return one.as_np_ndarray() if isinstance(leaf, mx.np.ndarray) and not is_legacy else one
 
         label = map_leaves(variable, y)
-        output = _regroup([head.as_np_ndarray() for head in heads] if _is_np(out) else heads, net._out_format)
+        is_np = isinstance(out, mx.sym.np._Symbol)
+        output = _regroup([head.as_np_ndarray() for head in heads] if is_np else heads, net._out_format)
         losses = loss.graph(output, label) if hasattr(loss, "graph") else loss(output, label)
         if not isinstance(losses, mx.sym.Symbol) or len(losses.list_outputs()) != 1:
             raise NotCompilableError(f"the loss returns {short(losses)}; expected one array")
         names += labels
-        symbol = [_classic(losses), *map(mx.sym.BlockGrad, heads)]
+        symbol = [losses.as_nd_ndarray(), *map(mx.sym.BlockGrad, heads)]
     group = mx.sym.Group(symbol)
     nodes = json.loads(group.tojson())["nodes"]
     operators = {node["op"] for node in nodes}
@@ -178,14 +167,6 @@ def may_draw(node: Dict[str, Any]) -> bool:
     return _RANDOM.search(node["op"].lower()) is not None
 
 
-def _is_np(symbol: Any) -> bool:
-    return isinstance(symbol, mx.sym.np._Symbol)
-
-
-def _classic(symbol: Any) -> Any:
-    return symbol.as_nd_ndarray() if _is_np(symbol) else symbol
-
-
 def _arguments(net: Any, X: Any) -> Tuple[Any, ...]:
     """Return the arguments of `hybrid_forward` for one shard of features."""
     if not hasattr(net, "graph_inputs"):
@@ -196,7 +177,15 @@ def _arguments(net: Any, X: Any) -> Tuple[Any, ...]:
     return inputs
 
 
-def _reasons_against(net: Any, loss: Any, traced_once: bool) -> Iterator[str]:
+def reasons_against(net: Any, loss: Any, *, traced_once: bool) -> Iterator[str]:
+    """Yield what is known against making a network and its loss one compiled graph.
+
+    Parameters
+    ----------
+    traced_once : bool
+        Whether the caller may be sure that tracing them once is enough. Otherwise, they must be hybridized, which says so:
+        Python code that does something else in each call would do the same from then on.
+    """
     if is_mxnet2():
         yield "MXNet 2 has no executors"
     parts = [("the network", net)] + [("the loss", loss)] * (loss is not None)

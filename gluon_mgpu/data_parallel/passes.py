@@ -72,14 +72,11 @@ class Passes:
         """
         with autograd.record() if self._trains else autograd.pause(train_mode=False):
             shards = list(zip(count(), Xs, ys))
-            outputs = run_shards(
-                self._net, [partial(call, operation, "network", *shard, self._net, shard[1]) for shard in shards]
-            )
-            if self._loss is None:
-                return outputs, []
-            return outputs, [
-                call(operation, "loss", *shard, self._loss, output, shard[2]) for output, shard in zip(outputs, shards)
-            ]
+            tasks = [partial(call, operation, "network", *shard, self._net, shard[1]) for shard in shards]
+            outputs, losses = run_shards(self._net, tasks), []
+            if self._loss is not None:
+                losses = [call(operation, "loss", *shard, self._loss, one, shard[2]) for one, shard in zip(outputs, shards)]
+            return outputs, losses
 
     def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
         """Compute the gradients of the losses that the latest forward pass has returned, in one pass over all devices."""

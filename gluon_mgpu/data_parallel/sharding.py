@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
@@ -145,7 +146,6 @@ def split_data(
     Source: signature and balance are those of `mxnet.gluon.utils.split_data`.
     """
     num_slice = whole_number("split_data", "num_slice", num_slice, advice="Pass the number of devices.", error=ShardError)
-    flag("split_data", "even_split", even_split, error=ShardError)
     num_examples = count_examples("split_data", data, batch_axis)
     bounds = _bounds("split_data", num_examples, num_slice, Split(batch_axis, even_split, weights))
     return [_part(data, batch_axis, begin, end) for begin, end in bounds if end > begin]
@@ -258,13 +258,12 @@ def gather(shards: Sequence[Any], ctx: Optional[Context] = None, batch_axis: Any
         check_contexts([ctx], "gather")
     if not isinstance(shards, (list, tuple)) or not shards:
         raise ShardError(f"gather: got {short(shards)}; expected a list of one or more shards. Pass what a split returned.")
-    columns = [list(leaves(shard, "shard")) for shard in shards]
-    if any([path for path, _ in column] != [path for path, _ in columns[0]] for column in columns):
+    forms = [[path for path, _ in leaves(shard, "shard")] for shard in shards]
+    if any(form != forms[0] for form in forms):
         raise ShardError(
             "gather: got shards of different forms; expected the same tuples, lists and dicts in each. Gather them one by one."
         )
-    parts = iter(list(zip(*([leaf for _, leaf in column] for column in columns))))
-    return map_leaves(lambda path, _, axis: _concatenate(path, next(parts), ctx, axis), shards[0], batch_axis, path="shard")
+    return map_leaves(partial(_concatenate, ctx), shards[0], batch_axis, *shards[1:], path="shard")
 
 
 class SplitPlan:
@@ -293,7 +292,6 @@ class SplitPlan:
         self, operation: str, data: Any, contexts: Sequence[Context], split: Split, *, is_prepared: bool = False
     ) -> None:
         check_contexts(contexts, operation)
-        flag(operation, "even_split", split.even_split, error=ShardError)
         found = _leaves(data, split.batch_axis)
         rank, num_processes = process_shard()
         each = split.virtual // num_processes // len(contexts) or 1
@@ -374,6 +372,7 @@ def _part(data: Any, batch_axis: Any, begin: int, end: int) -> Any:
 
 
 def _bounds(operation: str, num_examples: int, num_shards: int, split: Split) -> List[Bounds]:
+    flag(operation, "even_split", split.even_split, error=ShardError)
     if split.even_split and split.weights is None and num_examples % num_shards:
         raise ShardError(
             f"{operation}: got a batch of {num_examples} along axis {split.batch_axis} for {num_shards} devices with "
@@ -441,14 +440,15 @@ def _load(operation: str, path: str, leaf: Array, ctx: Context, make: Callable[.
         ) from error
 
 
-def _concatenate(path: str, parts: Sequence[Array], ctx: Optional[Context], axis: Any) -> Array:
+def _concatenate(ctx: Optional[Context], path: str, first: Array, axis: Any, *others: Array) -> Array:
+    parts = [first, *others]
     for part in parts:
         _length("gather", path, part, axis)
     on_host = not any(is_device_array(part) for part in parts)
     kinds = {(type(part), getattr(part, "dtype", None)) for part in parts}
     shapes = [_shape("gather", path, part) for part in parts]
     if len({shape[:axis] + shape[axis:][1:] for shape in shapes}) > 1 or (len(kinds) > 1 and not on_host):
-        raise ShardError(f"gather: got {short(list(parts))} for {path}; expected {_EQUAL}. {_CAST}")
+        raise ShardError(f"gather: got {short(parts)} for {path}; expected {_EQUAL}. {_CAST}")
     if on_host:
         joined = np.concatenate(parts, axis=axis)
         return joined if ctx is None else _load("gather", path, joined, ctx)

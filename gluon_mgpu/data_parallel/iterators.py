@@ -77,12 +77,11 @@ def as_pair(item: Any, operation: str) -> Tuple[Any, Any]:
         It is not a pair.
     """
     if isinstance(item, DataBatch):
-        batch = _own(item)
-        if not batch.label:
+        if not item.label:
             raise TrainerError(
                 f"{operation}: got a DataBatch without labels; expected data and labels. Pass the iterator its label."
             )
-        return features_of(batch), _one(batch.label)
+        return features_of(item), _one(_own(item).label)
     if not isinstance(item, (list, tuple)) or len(item) != 2:
         raise TrainerError(
             f"{operation}: got {short(item)} from the data iterator; expected pairs (X, y). Nest several inputs: ((X1, X2), y)."

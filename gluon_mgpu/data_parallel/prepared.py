@@ -70,17 +70,18 @@ def slicer(array: Array, places: Sequence[Place], dtype: Any) -> Optional[Callab
     needs_pinned = is_host and any(context.device_type != "cpu" for _, _, context in places)
     if needs_pinned or kind not in (mx.nd.NDArray, mx.np.ndarray) or not can_create(array.shape, dtype):
         return None
+    if not is_host and places == [(0, len(array), array.context)]:
+        return lambda whole: [whole]
     prepared = []
     for begin, end, context in places:
-        is_whole, is_there = (begin, end) == (0, len(array)), not is_host and array.context == context
         create = creation((end - begin, *array.shape[1:]), context, dtype, delayed=not is_host)
-        prepared.append((begin, end, is_whole, is_there, create))
+        prepared.append((begin, end, create if is_host or array.context != context else None))
     return partial(_of_host, prepared, kind, np.dtype(dtype)) if is_host else partial(_of_device, prepared, kind, Copy())
 
 
 def _of_host(places: List[Any], kind: Any, dtype: np.dtype, array: np.ndarray) -> List[Array]:
     parts, memory = [], ctypes.c_void_p()
-    for begin, end, _, _, create in places:
+    for begin, end, create in places:
         part = np.ascontiguousarray(array[begin:end], dtype)
         handle = NDArrayHandle()
         # the memory is new: no operation uses it
@@ -93,13 +94,10 @@ def _of_host(places: List[Any], kind: Any, dtype: np.dtype, array: np.ndarray) -
 
 def _of_device(places: List[Any], kind: Any, copy: Copy, array: Array) -> List[Array]:
     parts, status = [], 0
-    for begin, end, is_whole, is_there, create in places:
-        if is_whole and is_there:
-            parts.append(array)
-            continue
+    for begin, end, create in places:
         part, handle = NDArrayHandle(), NDArrayHandle()
         status |= _SLICE(array.handle, begin, end, ctypes.byref(part))
-        if is_there:
+        if create is None:  # it is there
             parts.append(kind(part))
             continue
         status |= create(ctypes.byref(handle))

@@ -28,7 +28,6 @@ _MXNET_DTYPES = {"float64": "float32", "int16": "int32", "uint16": "int32", "uin
 
 Shards = Tuple[List[Any], List[Any]]  # of features and of labels, each on its device
 SplitFunction = Callable[[Any, Any, Sequence[Context]], Shards]
-Bounds = Tuple[int, int]  # [begin, end) along the batch axis
 Leaf = Tuple[str, Array, Any]  # an array of nested data: its path, the array, and its batch axis
 
 
@@ -371,7 +370,8 @@ def _part(data: Any, batch_axis: Any, begin: int, end: int) -> Any:
     return map_leaves(lambda path, leaf, axis: _slice_leaf(leaf, begin, end, axis), data, batch_axis)
 
 
-def _bounds(operation: str, num_examples: int, num_shards: int, split: Split) -> List[Bounds]:
+def _bounds(operation: str, num_examples: int, num_shards: int, split: Split) -> List[Tuple[int, int]]:
+    """Return [begin, end) of each shard along the batch axis."""
     flag(operation, "even_split", split.even_split, error=ShardError)
     if split.even_split and split.weights is None and num_examples % num_shards:
         raise ShardError(
@@ -383,7 +383,7 @@ def _bounds(operation: str, num_examples: int, num_shards: int, split: Split) ->
 
 
 def _batch_size(operation: str, found: Sequence[Leaf]) -> int:
-    sizes = [(path, _length(operation, path, leaf, axis)) for path, leaf, axis in found]
+    sizes = [(path, _shape(operation, path, leaf, axis)[axis]) for path, leaf, axis in found]
     if not sizes:
         raise ShardError(f"{operation}: got no array in the batch; expected at least one. Pass the features and labels.")
     path, num_examples = sizes[0]
@@ -398,23 +398,20 @@ def _batch_size(operation: str, found: Sequence[Leaf]) -> int:
     return num_examples
 
 
-def _length(operation: str, path: str, leaf: Array, axis: Any) -> int:
-    shape = _shape(operation, path, leaf)
+def _shape(operation: str, path: str, leaf: Array, axis: Any) -> Tuple[int, ...]:
+    """Return an array's shape, which must have this axis."""
+    try:
+        shape: Tuple[int, ...] = tuple(leaf.shape) if hasattr(leaf, "shape") else host_array(leaf).shape
+    except ValueError:  # rows of unequal length
+        raise ShardError(
+            f"{operation}: got {path}, a {type(leaf).__name__} of rows of unequal length; expected an array. Pad the rows."
+        ) from None
     if not is_whole(axis) or not -len(shape) <= axis < len(shape):
         raise ShardError(
             f"{operation}: got {path} of shape {shape} and batch_axis {short(axis)}; expected one of its {len(shape)} axes. "
             "Arrays without examples do not belong in the batch."
         )
-    return int(shape[axis])
-
-
-def _shape(operation: str, path: str, leaf: Array) -> Tuple[int, ...]:
-    try:
-        return tuple(leaf.shape) if hasattr(leaf, "shape") else host_array(leaf).shape
-    except ValueError:  # rows of unequal length
-        raise ShardError(
-            f"{operation}: got {path}, a {type(leaf).__name__} of rows of unequal length; expected an array. Pad the rows."
-        ) from None
+    return shape
 
 
 def _slice_leaf(leaf: Array, begin: int, end: int, axis: int) -> Array:
@@ -442,11 +439,9 @@ def _load(operation: str, path: str, leaf: Array, ctx: Context, make: Callable[.
 
 def _concatenate(ctx: Optional[Context], path: str, first: Array, axis: Any, *others: Array) -> Array:
     parts = [first, *others]
-    for part in parts:
-        _length("gather", path, part, axis)
     on_host = not any(is_device_array(part) for part in parts)
     kinds = {(type(part), getattr(part, "dtype", None)) for part in parts}
-    shapes = [_shape("gather", path, part) for part in parts]
+    shapes = [_shape("gather", path, part, axis) for part in parts]
     if len({shape[:axis] + shape[axis:][1:] for shape in shapes}) > 1 or (len(kinds) > 1 and not on_host):
         raise ShardError(f"gather: got {short(parts)} for {path}; expected {_EQUAL}. {_CAST}")
     if on_host:

@@ -68,8 +68,7 @@ class CompiledPasses(Passes):
         self._graphs: Dict[Hashable, Graph] = {}
         self._params: Dict[int, gluon.Parameter] = {}  # of the graphs, by their ids
         self._others: List[gluon.Parameter] = []  # of these: frozen ones, and those that the trainer does not look at
-        self._hybridized: Tuple[Any, ...] = ()
-        self._arrays: List[Any] = []  # of the others: what the executors are bound to, and what they do with gradients
+        self._seen: Tuple[Tuple[Any, ...], List[Any]] = (), []  # what graphs and executors depend on, when they were made
         self._bound: OrderedDict[Hashable, List[Executor]] = OrderedDict()  # by the forms of the shards
         self._owners: Dict[Context, Executor] = {}  # bound for the largest shape, never run: the others use its memory
         self._queued: List[Executor] = []
@@ -181,36 +180,33 @@ class CompiledPasses(Passes):
 
     def _follow(self) -> None:
         """Trace or bind again what has changed since the latest passes."""
-        hybridized, arrays = self._hybridization(), self._current_arrays()
-        if hybridized == self._hybridized and not any(map(is_not, arrays, self._arrays)):
+        (versions, arrays), (former_versions, former_arrays) = self._look(), self._seen
+        if versions == former_versions and not any(map(is_not, arrays, former_arrays)):
             return
-        if hybridized[1:] != self._hybridized[1:]:
+        if versions[1:] != former_versions[1:]:
             self._graphs.clear()
             self._set_reason(next(reasons_against(self._net, self._loss, traced_once=self._mode == "on"), ""))
         self._forget()
         self._owners.clear()
         self._note()
 
-    def _hybridization(self) -> Tuple[Any, ...]:
-        """Return the version of the parameters, and what of the network its graphs depend on."""
+    def _look(self) -> Tuple[Tuple[Any, ...], List[Any]]:
+        """Return the version of the parameters with what of the network its graphs depend on; and the arrays of the others."""
         net = self._net
         attributes = vars(net)
         # hybridize(), cast(), set_precision() and new layers empty the graph; a program may replace forward()
         is_empty = bool(self._graphs) and attributes.get("_cached_graph") == ()
         hooks = len(net._forward_hooks), len(net._forward_pre_hooks)
         looked_at = MOVES.count if self._trainer is None else self._trainer.gradients.version
-        return looked_at, is_empty, attributes.get("_active"), "forward" in attributes, hooks, is_synchronised(net)
-
-    def _current_arrays(self) -> List[Any]:
-        return [*map(_DATA, self._others), *map(_GRAD, self._others), *map(_REQ, self._others)]
+        versions = looked_at, is_empty, attributes.get("_active"), "forward" in attributes, hooks, is_synchronised(net)
+        return versions, [*map(_DATA, self._others), *map(_GRAD, self._others), *map(_REQ, self._others)]
 
     def _note(self) -> None:
         self.draws = any(graph.draws for graph in self._graphs.values()) if self._graphs else None
         self._params = {id(param): param for graph in self._graphs.values() for param in graph.params.values()}
         looked_at = set() if self._trainer is None else set(map(id, self._trainer.params))
         self._others = [param for key, param in self._params.items() if key not in looked_at or param._grad is None]
-        self._arrays = self._current_arrays()
-        self._hybridized = self._hybridization()
+        self._seen = self._look()
 
     def _forget(self) -> None:
         """Forget all executors that have run: their arrays have changed, or need more memory."""

@@ -148,7 +148,7 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
         raise NotCompilableError(f"the graph reads {', '.join(sorted(unknown))}, which no layer holds")
     bulk_sizes = {name: size for name, size in net._flags if name.endswith("_bulk_size")}
     draws, is_recurrent = any(map(may_draw, nodes)), not _RECURRENT.isdisjoint(operators)
-    is_plain = not hasattr(net, "graph_inputs") and all(map(is_device_array, arguments)) and net._out_format == 0
+    is_plain = not is_legacy and all(map(is_device_array, arguments)) and net._out_format == 0
     is_plain = is_plain and (loss is None or is_device_array(y))
     return Graph(group, names, used, is_recurrent, draws, bulk_sizes, is_plain, net._out_format)
 

@@ -17,7 +17,7 @@ variable = ContextVar("variable", default=0)
 
 def test_alone_there_is_nobody_to_wait_for():
     assert not is_in_lockstep() and exchange(PLACE, 3).values == [3]
-    assert run_in_lockstep([lambda: (is_in_lockstep(), exchange(PLACE, 4).values)]) == [(True, [4])]
+    assert run_in_lockstep([lambda: (is_in_lockstep(), exchange(PLACE, 4).values)]) == [(True, [4])] and run_in_lockstep([]) == []
     called = []
     defer(lambda: called.append(1))
     assert called == [1]

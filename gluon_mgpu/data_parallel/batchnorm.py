@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import Any, Iterable, List, Sequence, Tuple
+from typing import Any, List, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -220,10 +220,10 @@ def forward_shards(net: gluon.Block, Xs: Sequence[Any]) -> List[Any]:
         return run_shards(net, [partial(net, x) for x in Xs])
 
 
-def run_shards(net: gluon.Block, tasks: Iterable[Any]) -> List[Any]:
+def run_shards(net: gluon.Block, tasks: Sequence[Any]) -> List[Any]:
     """Return the results of tasks that each send a shard through the network, in lockstep if the network is synchronised."""
     if autograd.is_training() and is_synchronised(net):
-        return run_in_lockstep(list(tasks))
+        return run_in_lockstep(tasks)
     return [task() for task in tasks]
 
 

@@ -67,12 +67,12 @@ def run_in_lockstep(tasks: Sequence[Callable[[], Any]]) -> List[Any]:
     deferred = _here.deferred = []
     states = [_state()] * (len(workers) + 1)  # of the tasks, and the caller's
     arguments: Tuple[Any, ...] = ()
+    results: List[Any] = [None] * len(workers)
     try:
         while not all(worker.dead for worker in workers):
-            results = []
             for i, worker in enumerate(workers):
                 _set_state(states[i])
-                results.append(worker.switch(*arguments))
+                results[i] = worker.switch(*arguments)
                 states[i] = _state()
             arguments = (_joint_exchange([None if worker.dead else found for worker, found in zip(workers, results)]),)
     finally:

@@ -1,6 +1,7 @@
 """Averages of weights: those that NumPy computes, on any devices, also after a stop; what is evaluated."""
 
 import signal
+from functools import partial
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -215,6 +216,15 @@ def test_update_bn_gives_the_moments_of_the_data(devices, arrays, hybridize):
     assert_same({k: v for k, v in before.items() if "running" not in k}, {k: v for k, v in after.items() if "running" not in k})
     with pytest.raises(mgpu.errors.StaleGradientError):  # its passes leave no gradient for a step
         trainer.step(1)
+
+
+def test_update_bn_counts_examples_along_their_axis():
+    """It counted the time steps of each shard, as many on both devices: the mean was 4.5."""
+    net = nn.BatchNorm(axis=2, in_channels=1, momentum=0)
+    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    X = np.tile(np.array([[0.0], [0.0], [9.0]]), (4, 1, 1))  # time steps, examples, channels
+    mgpu.update_bn(net, [(X, X)], split_f=partial(mgpu.split_batch, batch_axis=1))
+    assert net.running_mean.data(mx.cpu(0)).asscalar() == 3
 
 
 def test_update_bn_rejects_gradients_that_it_would_lose():

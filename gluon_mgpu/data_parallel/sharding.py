@@ -291,7 +291,7 @@ class SplitPlan:
         self, operation: str, data: Any, contexts: Sequence[Context], split: Split, *, is_prepared: bool = False
     ) -> None:
         check_contexts(contexts, operation)
-        found = _leaves(data, split.batch_axis)
+        found = leaves_and_axes(data, split.batch_axis)
         rank, num_processes = process_shard()
         each = split.virtual // num_processes // len(contexts) or 1
         num_here = each * len(contexts)
@@ -351,10 +351,11 @@ def _loads(
 
 def count_examples(operation: str, data: Any, batch_axis: Any = 0) -> int:
     """Return how many examples a batch holds; errors as of a split."""
-    return _batch_size(operation, _leaves(data, batch_axis))
+    return _batch_size(operation, leaves_and_axes(data, batch_axis))
 
 
-def _leaves(data: Any, batch_axis: Any) -> List[Leaf]:
+def leaves_and_axes(data: Any, batch_axis: Any) -> List[Leaf]:
+    """Return each array of a batch, with its path and its batch axis."""
     found: List[Leaf] = []
     map_leaves(lambda path, leaf, axis: found.append((path, leaf, axis)), data, batch_axis)
     return found

@@ -7,7 +7,6 @@ from typing import Any, Iterable
 import mxnet as mx
 from mxnet import autograd, gluon
 
-from ..checks import check_function
 from ..distributed import any_process, own_batches
 from ..errors import TrainerError
 from ..nested import Array, is_device_array, leaves
@@ -17,7 +16,8 @@ from ..trainer.running_stats import RunningStats, is_running_stat, running_stats
 from ..trainer.sums import make_sum
 from .iterators import as_pair, batches_of, check_iterable, no_batch
 from .passes import Passes, run_backward
-from .sharding import SplitFunction, split_batch
+from .plan import as_split
+from .sharding import SplitFunction, leaves_and_axes, split_batch
 from .step import check_network
 
 
@@ -52,7 +52,7 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
     """
     check_network("update_bn", net)
     check_iterable("update_bn", "data_iter", data_iter)
-    check_function("update_bn", "split_f", split_f, advice="Pass split_batch, which takes (X, y, devices).")
+    axis = as_split("update_bn", split_f).label_axis
     if spans_devices(net):
         raise refusal("update_bn", "Pipeline", "update_bn()")
     devices = devices_of(net, "update_bn")
@@ -73,8 +73,8 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
             Xs, ys = split_f(*as_pair(item, "update_bn"), devices)
         outputs, _ = passes.forward("update_bn", Xs, ys)
         run_backward([_nothing(output) for output in outputs])  # MXNet moves the statistics in it
-        firsts = [next(leaf for _, leaf in leaves(y)) for y in ys]
-        moved.count([(first.context, first.shape[0]) for first in firsts])
+        firsts = [leaves_and_axes(y, axis)[0] for y in ys]
+        moved.count([(first.context, first.shape[at]) for _, first, at in firsts])
     if not any_process(item is not None):
         raise no_batch("update_bn")
     mx.nd.waitall()  # a static graph writes them without telling the engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence
 
 import mxnet as mx
 from mxnet.base import _LIB, NDArrayHandle, check_call
@@ -12,7 +12,7 @@ from mxnet.base import _LIB, NDArrayHandle, check_call
 from ..nested import Array
 from ..runtime.device_threads import environment_with, in_own_thread
 from .graph import Graph
-from .prepared import Copy, can_create, creation
+from .prepared import Copy, creation
 
 _FORWARD, _BACKWARD = _LIB.MXExecutorForward, _LIB.MXExecutorBackwardEx
 _BULK_SIZES = {  # options of `hybridize`, and what MXNet reads in the environment when it binds a graph
@@ -72,13 +72,11 @@ class Executor:
         self._handle, self._trains = self._bound.handle, ctypes.c_int(int(trains))
         self._used = [(i, one.handle) for i, (name, one) in enumerate(zip(graph.inputs, own)) if name in arguments]
         self._kind = mx.np.ndarray if mx.util.is_np_array() else mx.nd.NDArray
-        self._outputs: List[Tuple[Array, Optional[Callable[[Any], int]]]] = []
-        for one in self._bound.outputs:
-            create = creation(one.shape, context, one.dtype, delayed=True) if can_create(one.shape, one.dtype) else None
-            self._outputs.append((one, create))
+        outputs = self._bound.outputs
+        self._outputs = [(one, creation(one.shape, context, one.dtype, delayed=True)) for one in outputs]
         self._copy = Copy()
         self._scale = 1.0
-        self._head: Any = mx.nd.ones_like(self._bound.outputs[0])  # the gradient of the loss
+        self._head: Any = mx.nd.ones_like(outputs[0])  # the gradient of the loss
         self._heads = (ctypes.c_void_p * 1)(self._head.handle)
 
     def forward(self, inputs: Sequence[Array]) -> List[Array]:
@@ -90,10 +88,6 @@ class Executor:
         status |= _FORWARD(self._handle, self._trains)
         heads = []
         for output, create in self._outputs:
-            if create is None:
-                copied = output.copy()
-                heads.append(copied.as_np_ndarray() if self._kind is mx.np.ndarray else copied)
-                continue
             handle = NDArrayHandle()
             status |= create(ctypes.byref(handle))
             copy.source[0], copy.target[0] = output.handle, handle

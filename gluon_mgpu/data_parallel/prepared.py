@@ -28,14 +28,9 @@ def creation(shape: Tuple[int, ...], context: Context, dtype: Any, *, delayed: b
     """
     sizes = (mx_uint * len(shape))(*shape), mx_uint(len(shape))
     place = ctypes.c_int(context.device_typeid), ctypes.c_int(context.device_id)
-    number = _DTYPE_NP_TO_MX[np.dtype(dtype).type]
+    kind = np.dtype(dtype)
+    number = _DTYPE_NP_TO_MX[kind if kind.names else kind.type]  # bfloat16 has names
     return partial(_LIB.MXNDArrayCreateEx, *sizes, *place, ctypes.c_int(delayed), ctypes.c_int(number))
-
-
-def can_create(shape: Sequence[int], dtype: Any) -> bool:
-    """Return whether `creation` makes such arrays: others have no axes, no elements, or a dtype that MXNet lacks."""
-    known = np.dtype(dtype).isnative and np.dtype(dtype).type in _DTYPE_NP_TO_MX and np.dtype(dtype).names is None
-    return not is_mxnet2() and len(shape) > 0 and 0 < np.prod(shape, dtype=float) < 2**31 and known
 
 
 class Copy:
@@ -68,7 +63,8 @@ def slicer(array: Array, places: Sequence[Place], dtype: Any) -> Optional[Callab
     if is_host:
         kind = mx.np.ndarray if mx.util.is_np_array() else mx.nd.NDArray
     needs_pinned = is_host and any(context.device_type != "cpu" for _, _, context in places)
-    if needs_pinned or kind not in (mx.nd.NDArray, mx.np.ndarray) or not can_create(array.shape, dtype):
+    is_known = np.dtype(dtype).isnative and np.dtype(dtype).type in _DTYPE_NP_TO_MX and kind in (mx.nd.NDArray, mx.np.ndarray)
+    if needs_pinned or not is_known or not 0 < np.prod(array.shape, dtype=float) < 2**31 or is_mxnet2():
         return None
     if not is_host and places == [(0, len(array), array.context)]:
         return lambda whole: [whole]

@@ -29,10 +29,14 @@ class _Parallel:
     ) -> None:
         self._name = type(self).__name__
         check_function(self._name, "module", module, advice="Pass a Block, or a function, itself.")
-        if ctx_list is not None:
-            check_contexts(ctx_list, self._name)
         self.module, self.ctx_list, self.sync = module, ctx_list, flag(self._name, "sync", sync)
         self._batch_axis = batch_axis
+        if ctx_list is not None:
+            check_contexts(ctx_list, self._name)
+            self._place(module, list(ctx_list))
+
+    def _place(self, module: Any, contexts: List[Context]) -> None:
+        """Do nothing: a loss has no parameters."""
 
     def _split(self, data: Call, contexts: Sequence[Context]) -> List[Call]:
         """Return one call per shard: its part of each array, and all other values unchanged."""
@@ -112,17 +116,21 @@ class DataParallelModel(_Parallel):
     Source: the signature and the form of the outputs are those of `gluoncv.utils.parallel.DataParallelModel`.
     """
 
-    def __init__(
-        self, module: Any, ctx_list: Optional[Sequence[Context]] = None, sync: bool = False, *, batch_axis: int = 0
-    ) -> None:
-        if ctx_list is not None and not hasattr(module, "collect_params"):
+    def _place(self, module: Any, contexts: List[Context]) -> None:
+        """Move the network's parameters to these devices if they are on others."""
+        if not hasattr(module, "collect_params"):
             raise TrainerError(
                 f"DataParallelModel: got {type(module).__name__} as the network; expected a gluon.Block, or a callable with "
                 "collect_params. Pass the network itself."
             )
-        super().__init__(module, ctx_list, sync, batch_axis=batch_axis)
-        if ctx_list is not None:
-            _move(module, list(ctx_list))
+        params = module.collect_params()
+        if list(params):
+            check_initialised("DataParallelModel", params)
+        if all(param.list_ctx() == contexts for param in params.values()):
+            return
+        params.reset_ctx(contexts)
+        if isinstance(module, gluon.Block):  # a static graph would still write gradients into the old arrays
+            module.apply(lambda block: block._clear_cached_op() if isinstance(block, gluon.HybridBlock) else None)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the network's outputs: a tuple with a tuple for each device that got examples. It does not wait.
@@ -217,18 +225,6 @@ class DataParallelCriterion(_Parallel):
         losses = self._on_each(calls)
         # If a loss returns several, GluonCV returns them on one device, and one tuple per device on more.
         return _as_tuple(losses[0]) if len(self.ctx_list) == 1 else tuple(losses)
-
-
-def _move(module: Any, contexts: List[Context]) -> None:
-    """Move a network's parameters to these devices if they are on others."""
-    params = module.collect_params()
-    if list(params):
-        check_initialised("DataParallelModel", params)
-    if all(param.list_ctx() == contexts for param in params.values()):
-        return
-    params.reset_ctx(contexts)
-    if isinstance(module, gluon.Block):  # a static graph would still write gradients into the old arrays
-        module.apply(lambda block: block._clear_cached_op() if isinstance(block, gluon.HybridBlock) else None)
 
 
 def _with_arrays(data: Any, rest: Iterator[Any]) -> Any:

@@ -28,7 +28,7 @@ def check_iterable(operation: str, name: str, data_iter: Any, *, reader: str = "
         The operation that takes the pairs. The items of a list or tuple are checked for it; a loader is not read.
     """
     is_data = isinstance(data_iter, (str, bytes, dict, np.ndarray, mx.nd.NDArray))
-    if not isinstance(data_iter, Iterable) or isinstance(data_iter, type) or is_data:
+    if not isinstance(data_iter, Iterable) or is_data:
         expected, example = ("pairs (X, y)", "[(X, y)]") if pairs else ("batches", "[X]")
         raise TrainerError(
             f"{operation}: got {short(data_iter)} as {name}; expected an iterable of {expected}. Pass {example}, or a DataLoader."

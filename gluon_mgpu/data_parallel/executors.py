@@ -44,33 +44,25 @@ class Executor:
     """
 
     def __init__(self, graph: Graph, inputs: Sequence[Array], *, trains: bool, shared: Optional[Executor] = None) -> None:
-        self.graph, self.context = graph, inputs[0].context
-        self.size = sum(one.size for one in inputs)
-        symbol, context = graph.symbol, self.context
-        own = self.inputs = [mx.nd.empty(one.shape, ctx=context, dtype=one.dtype) for one in inputs]
-        by_name: Dict[str, Any] = dict(zip(graph.inputs, own))
-        arguments = symbol.list_arguments()
+        self.graph, self.size = graph, sum(one.size for one in inputs)
+        context = self.context = inputs[0].context
+        self.inputs = [mx.nd.empty(one.shape, ctx=context, dtype=one.dtype) for one in inputs]
+        arrays: Dict[str, Any] = dict(zip(graph.inputs, self.inputs))
         gradients, reqs = {}, {}
         for name, param in graph.params.items():
-            by_name[name] = param.data(context).as_nd_ndarray()
+            arrays[name] = param.data(context).as_nd_ndarray()
             if trains and param.grad_req != "null":
                 gradients[name], reqs[name] = param.grad(context).as_nd_ndarray(), param.grad_req
-        bind = partial(
-            symbol.bind,
-            context,
-            {name: by_name[name] for name in arguments},
-            args_grad=gradients,
-            grad_req=reqs,
-            aux_states={name: by_name[name] for name in symbol.list_auxiliary_states()},
-            shared_exec=None if shared is None else shared._bound,
-        )
+        memory = None if shared is None else shared._bound
+        # it takes from `arrays` by name those that it needs
+        bind = partial(graph.symbol.bind, context, arrays, gradients, reqs, aux_states=arrays, shared_exec=memory)
         # MXNet would join convolutions with the layers after them in graphs that predict: in other roundings than Gluon's
         settings = {"MXNET_SUBGRAPH_BACKEND": "default", "MXNET_SUBGRAPH_VERBOSE": "0"}  # the default backend changes nothing
         settings.update((_BULK_SIZES[name], str(size)) for name, size in graph.bulk_sizes.items() if name in _BULK_SIZES)
         with environment_with(settings):
             self._bound: Any = bind() if graph.draws else in_own_thread(context, bind)
         self._handle, self._trains = self._bound.handle, ctypes.c_int(int(trains))
-        self._used = [(i, one.handle) for i, (name, one) in enumerate(zip(graph.inputs, own)) if name in arguments]
+        self._targets = [one.handle for one in self.inputs]
         self._kind = mx.np.ndarray if mx.util.is_np_array() else mx.nd.NDArray
         outputs = self._bound.outputs
         self._outputs = [(one, creation(one.shape, context, one.dtype, delayed=True)) for one in outputs]
@@ -82,8 +74,8 @@ class Executor:
     def forward(self, inputs: Sequence[Array]) -> List[Array]:
         """Queue a forward pass, and return copies of the values of the graph's heads."""
         copy, status = self._copy, 0
-        for i, own in self._used:
-            copy.source[0], copy.target[0] = inputs[i].handle, own
+        for array, target in zip(inputs, self._targets):
+            copy.source[0], copy.target[0] = array.handle, target
             status |= copy.queue()
         status |= _FORWARD(self._handle, self._trains)
         heads = []

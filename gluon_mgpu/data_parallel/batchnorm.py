@@ -117,8 +117,7 @@ def set_batch_norm(net: gluon.Block, bn: str) -> gluon.Block:
     'SyncBatchNorm'
     """
     one_of("set_batch_norm", "bn", bn, ("local", "sync"), advice="'local' is usual; 'sync' equals one device.")
-    (convert_sync_batchnorm if bn == "sync" else revert_sync_batchnorm)(net)
-    return net
+    return convert_sync_batchnorm(net) if bn == "sync" else revert_sync_batchnorm(net)
 
 
 def convert_sync_batchnorm(net: gluon.Block) -> gluon.Block:

@@ -291,17 +291,17 @@ class SplitPlan:
         self, operation: str, data: Any, contexts: Sequence[Context], split: Split, *, is_prepared: bool = False
     ) -> None:
         check_contexts(contexts, operation)
-        found = leaves_and_axes(data, split.batch_axis)
         rank, num_processes = process_shard()
         each = split.virtual // num_processes // len(contexts) or 1
         num_here = each * len(contexts)
         if num_processes > 1 and split.weights is not None:
             split = replace(split, weights=list(split.weights) * num_processes)
-        self.num_examples = _batch_size(operation, found)
+        self.num_examples = count_examples(operation, data, split.batch_axis)
         bounds = _bounds(operation, self.num_examples, num_here * num_processes, split)[rank * num_here : (rank + 1) * num_here]
         self.places = [(*pair, contexts[i // each]) for i, pair in enumerate(bounds) if pair[1] > pair[0]]
         self._idle = frozenset(contexts) - {context for _, _, context in self.places}
         self._divided = self.num_examples * (sum(end - begin for begin, end, _ in self.places) < self.num_examples)
+        found = leaves_and_axes(data, split.batch_axis)
         self._loads = [_loads(operation, *one, self.places, split, is_prepared) for one in found]
         self._is_flat = type(data) in (tuple, Fields) and all(isinstance(one, (mx.nd.NDArray, np.ndarray)) for one in data)
 
@@ -351,7 +351,20 @@ def _loads(
 
 def count_examples(operation: str, data: Any, batch_axis: Any = 0) -> int:
     """Return how many examples a batch holds; errors as of a split."""
-    return _batch_size(operation, leaves_and_axes(data, batch_axis))
+    found = leaves_and_axes(data, batch_axis)
+    sizes = [(path, _shape(operation, path, leaf, axis)[axis]) for path, leaf, axis in found]
+    if not sizes:
+        raise ShardError(f"{operation}: got no array in the batch; expected at least one. Pass the features and labels.")
+    path, num_examples = sizes[0]
+    for other, length in sizes:
+        if length != num_examples:
+            raise ShardError(
+                f"{operation}: got {num_examples} examples in {path} and {length} in {other}; expected as many in each. "
+                "Pass batch_axis, one number for each array."
+            )
+    if num_examples == 0:
+        raise ShardError(f"{operation}: got a batch of 0 examples in {path}; expected 1 or more. Leave empty batches out.")
+    return num_examples
 
 
 def leaves_and_axes(data: Any, batch_axis: Any) -> List[Leaf]:
@@ -381,22 +394,6 @@ def _bounds(operation: str, num_examples: int, num_shards: int, split: Split) ->
         )
     ends = list(accumulate(plan_shards(num_examples, num_shards, split.weights)))
     return list(zip([0] + ends[:-1], ends))
-
-
-def _batch_size(operation: str, found: Sequence[Leaf]) -> int:
-    sizes = [(path, _shape(operation, path, leaf, axis)[axis]) for path, leaf, axis in found]
-    if not sizes:
-        raise ShardError(f"{operation}: got no array in the batch; expected at least one. Pass the features and labels.")
-    path, num_examples = sizes[0]
-    for other, length in sizes:
-        if length != num_examples:
-            raise ShardError(
-                f"{operation}: got {num_examples} examples in {path} and {length} in {other}; expected as many in each. "
-                "Pass batch_axis, one number for each array."
-            )
-    if num_examples == 0:
-        raise ShardError(f"{operation}: got a batch of 0 examples in {path}; expected 1 or more. Leave empty batches out.")
-    return num_examples
 
 
 def _shape(operation: str, path: str, leaf: Array, axis: Any) -> Tuple[int, ...]:

@@ -188,7 +188,7 @@ def trace(net: gluon.Block, arguments: Sequence[Any]) -> ExportGraph:
             f"export: got a {type(net).__name__} whose Python code cannot be traced as a graph ({reason_of(error)}); "
             "expected HybridBlocks that hybridize() compiles. Write its layers with hybrid_forward(F, ...)."
         ) from error
-    classic = symbol.as_nd_ndarray() if isinstance(symbol, mx.sym.np._Symbol) else symbol
+    classic = symbol.as_nd_ndarray()
     flat, form = _flatten(list(arguments), "input")
     arrays = dict(zip([one.name for one in data], [array for array in flat if array is not None]))
 

@@ -109,6 +109,17 @@ def test_states_that_one_device_uses_are_not_compared(tmp_path):
         trainer.load_states(str(tmp_path / "states"))
 
 
+@pytest.mark.parametrize(("name", "option"), [("sgd", "momentum"), ("adam", "wd")])
+def test_numbers_of_numpy_are_taken(name, option):
+    def train(number):
+        net = small_net([mx.cpu(0), mx.cpu(1)])
+        trainer = mgpu.Trainer(net, name, {"learning_rate": 0.1, option: number(0.01), "clip_gradient": number(0.5)})
+        mgpu.train_batch(net, LOSS, trainer, *small_batches([4])[0])
+        return net[0].weight.data(mx.cpu(1)).asnumpy()
+
+    np.testing.assert_array_equal(train(np.array), train(float))
+
+
 @pytest.mark.parametrize("done", [1, 2, 3, 9])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad", "nadam", "sharded sgd"])
 def test_an_update_that_is_interrupted_leaves_equal_devices(monkeypatch, optimizer, done):

@@ -41,10 +41,10 @@ class _MicroBatch:
         Its label, or the parts of it if several devices share the last stage.
     sizes : list of int
         The examples of each part; [0] for a batch that is not divided.
-    seeds : list of int
-        One for each stage; [] if none draws.
     outputs : dict of int to list of NDArray
         Until the stage's backward pass. Those of `NETWORK` are the network's inputs, on the first device.
+    seeds : list of int
+        One for each stage; [] if none draws.
     inputs : dict of int to list of NDArray
         Copies on the stage's device, until its backward pass.
     gradients : dict of int to list
@@ -59,8 +59,8 @@ class _MicroBatch:
     X: Any
     ys: Sequence[Any]
     sizes: List[int]
-    seeds: List[int]
     outputs: Dict[int, List[Array]]
+    seeds: List[int] = field(default_factory=list)
     inputs: Dict[int, List[Array]] = field(default_factory=dict)
     gradients: Dict[int, List[Optional[Array]]] = field(default_factory=dict)
     apart: Set[Source] = field(default_factory=set)
@@ -158,19 +158,21 @@ class PipelinePasses(Passes):
             return super().forward(operation, Xs, ys)
         if is_synchronised(self.pipeline.net):
             raise refusal(operation, "Pipeline", "synchronised BatchNorm")
-        scale = 1.0 if self._trainer.loss_scaler is None else self._trainer.loss_scaler.begin()
-        if not self._divided:
-            note_examples((), self._params)
-            empty_pass(self._trainer.gradients)
-            return [], []
         micro_batches: List[_MicroBatch] = []
         own: Dict[int, List[_MicroBatch]] = {}  # by the replica
         shard = 0
-        for (replica, sizes), seeds in zip(self._divided, self._seeds()):
+        for replica, sizes in self._divided:
             X, parts = Xs[shard], ys[shard : shard + len(sizes)]
-            micro_batches.append(_MicroBatch(shard, X, parts, sizes, seeds, {NETWORK: self.pipeline.stages.inputs(X)}))
+            micro_batches.append(_MicroBatch(shard, X, parts, sizes, {NETWORK: self.pipeline.stages.inputs(X)}))
             own.setdefault(replica, []).append(micro_batches[-1])
             shard += len(sizes)
+        scale = 1.0 if self._trainer.loss_scaler is None else self._trainer.loss_scaler.begin()
+        if not micro_batches:
+            note_examples((), self._params)
+            empty_pass(self._trainer.gradients)
+            return [], []
+        for one, seeds in zip(micro_batches, self._seeds()):  # a batch that is refused draws none
+            one.seeds = seeds
         run = _Run(operation, self.pipeline, self._loss, scale)
         planned = [(one.begin, replica, one.task) for replica, ones in own.items() for one in self._plan(len(ones))]
         planned.sort(key=itemgetter(0, 1))

@@ -139,7 +139,7 @@ class Update:
                 new.copyto(weight)
 
     def _attributes(self, first: int) -> Tuple[Any, ...]:
-        """Return the attributes of the operator that updates the slab of this parameter.
+        """Return the attributes of the operator that updates the slab of this parameter; a schedule may return NumPy's numbers.
 
         Source: MXNet 1.9.1, python/mxnet/optimizer/optimizer.py, SGD and Adam.
         """
@@ -148,14 +148,14 @@ class Update:
         found: Dict[str, Any] = {"rescale_grad": optimizer.rescale_grad}
         if type(optimizer) is opt.Adam:
             rate *= math.sqrt(1.0 - optimizer.beta2**count) / (1.0 - optimizer.beta1**count)
-            found.update(lr=rate, wd=decay, beta1=optimizer.beta1, beta2=optimizer.beta2)
-            found.update(epsilon=optimizer.epsilon, lazy_update=optimizer.lazy_update)
+            found.update(beta1=float(optimizer.beta1), beta2=float(optimizer.beta2), epsilon=float(optimizer.epsilon))
+            found.update(lr=float(rate), wd=float(decay), lazy_update=optimizer.lazy_update)
         else:
-            found.update(lrs=(rate,), wds=(decay,), num_weights=1)
+            found.update(lrs=(float(rate),), wds=(float(decay),), num_weights=1)
             if optimizer.momentum > 0:
-                found["momentum"] = optimizer.momentum
+                found["momentum"] = float(optimizer.momentum)
         if optimizer.clip_gradient:
-            found["clip_gradient"] = optimizer.clip_gradient
+            found["clip_gradient"] = float(optimizer.clip_gradient)
         return _converted(tuple(found.items()))
 
     def _prepare(self, slabs: List[Slab]) -> None:

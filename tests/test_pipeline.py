@@ -681,6 +681,7 @@ REFUSED = {
     "local": lambda: mgpu.LocalSGD(mgpu.Pipeline([dense()], [mx.cpu(0)]), "sgd", every=2),
     "precision": lambda: mgpu.set_precision(mgpu.Pipeline([dense()], [mx.cpu(0)]), "bf16"),
     "compiled": lambda: fitted(compiled="on"),
+    "losses": lambda: fitted(lambda output, label: [CE(output, label)]),
     "step": lambda: stale(mgpu.Pipeline([dense()], [mx.cpu(0)])),
     "elsewhere": lambda: mgpu.Pipeline([dense()], [mx.cpu(1)])(mx.nd.zeros((1, 16))),
 }
@@ -692,10 +693,10 @@ def test_what_is_refused(make):
         make()
 
 
-def fitted(**options):
+def fitted(loss=CE, **options):
     model = mgpu.Pipeline(mgpu.split_stages(dense(), 2, batches()[0][0]), contexts(2, 2), 4)
     trainer = mgpu.Trainer(model, "sgd")
-    mgpu.fit(model, CE, trainer, batches(), epochs=1, callbacks=[], **options)
+    mgpu.fit(model, loss, trainer, batches(), epochs=1, callbacks=[], **options)
 
 
 def test_shapes_that_the_first_batch_decides():

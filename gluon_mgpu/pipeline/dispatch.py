@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 import mxnet as mx
 from mxnet import Context, MXNetError, autograd
 
-from ..checks import OF_WRONG_DATA
+from ..checks import OF_WRONG_DATA, instance
 from ..data_parallel.batchnorm import is_synchronised
 from ..data_parallel.passes import Passes, raise_named
 from ..data_parallel.sharding import count_examples, split_data
@@ -140,9 +140,7 @@ class PipelinePasses(Passes):
         is_divided = num_micro_batches > 1 or num_parts > 1
         self._divided = []
         for X, y in zip(Xs, ys):
-            batches = [(X, y)]
-            if num_micro_batches > 1:
-                batches = split_data((X, y), num_micro_batches, batch_axis, even_split=False)
+            batches = [(X, y)] if num_micro_batches == 1 else split_data((X, y), num_micro_batches, batch_axis, even_split=False)
             replica = pipeline.replica_of(next(leaf for _, leaf in leaves(X)).context)
             for one, label in batches:
                 labels = [label] if num_parts == 1 else split_data(label, num_parts, label_axis, even_split=False)
@@ -300,6 +298,8 @@ class _Run:
             if part is not None:
                 output = self._pipeline.stages.output(outputs)
                 loss = self._loss(output, micro_batch.ys[part])
+                what = "an array, one number for each example"
+                instance(self._operation, "loss", loss, mx.nd.NDArray, what, advice="Return one array: add several up.")
                 micro_batch.results[part] = map_leaves(lambda _, leaf: leaf.detach(), output)
                 micro_batch.losses[part] = loss.detach()
                 outputs = [*outputs, loss]

@@ -9,8 +9,6 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
 
-from .test_cli import data_dir  # noqa: F401  a fixture
-
 PROGRAM = """
     import hashlib, random, sys
     import gluon_mgpu as mgpu

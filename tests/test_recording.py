@@ -10,7 +10,6 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
 
-from .test_cli import data_dir  # noqa: F401  a fixture
 from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds, train
 
 DOCS = Path(__file__).parent.parent / "docs" / "callbacks.md"

@@ -69,6 +69,7 @@ STORIES = {
     "statistics of replicas": Program(net="norm", stages=2, replicas=2, statements=(("step", "fit", 9, 1), STEP, ("look", 4))),
     "a broken pass by hand": Program(net="norm", stages=2, replicas=2, statements=(("dropped", 1), ("broken", "hand", 2))),
     "a pipeline synchronised later": Program(net="norm", stages=2, micro_batches=2, statements=(STEP, ("norm", "sync"), STEP)),
+    "a batch of an update alone": Program(virtual_shards=2, statements=(("group", "train_batch", [4, 4], "step"), STEP)),
     "an exception between virtual shards": Program(num_devices=2, virtual_shards=4, statements=(STEP, BROKEN, STEP)),
     "an exception between micro-batches": Program(stages=2, replicas=2, micro_batches=2, statements=(STEP, BROKEN, STEP)),
     "compiled and recorded in turns": Program(

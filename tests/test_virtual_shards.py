@@ -155,21 +155,6 @@ def test_it_trains_as_one_device_does():
     np.testing.assert_allclose(found[1], found[0], atol=2e-6)
 
 
-def test_the_last_batch_of_an_update_may_come_outside_of_accumulate():
-    found = set()
-    for num_inside in (1, 2):
-        net, trainer, shape = make("cnn", 2)
-        batches = [(np.full((4, *shape), i, "float32"), np.full(4, i, "float32")) for i in range(2)]
-        with trainer.accumulate():
-            for X, y in batches[:num_inside]:
-                mgpu.train_batch(net, LOSS, trainer, X, y)
-        for X, y in batches[num_inside:]:
-            mgpu.train_batch(net, LOSS, trainer, X, y)
-        trainer.flush()
-        found.add(digest(net, trainer))
-    assert len(found) == 1
-
-
 def test_gradients_of_other_parameters_are_not_added_up():
     net = nn.HybridSequential()
     net.add(nn.Dense(4, in_units=4), nn.Dense(3, in_units=4))

@@ -70,6 +70,7 @@ STORIES = {
     "a broken pass by hand": Program(net="norm", stages=2, replicas=2, statements=(("dropped", 1), ("broken", "hand", 2))),
     "a pipeline synchronised later": Program(net="norm", stages=2, micro_batches=2, statements=(STEP, ("norm", "sync"), STEP)),
     "a batch of an update alone": Program(virtual_shards=2, statements=(("group", "train_batch", [4, 4], "step"), STEP)),
+    "virtual shards of an update that is clipped": Program(virtual_shards=4, clip_norm=0.05, statements=(STEP, FEW, STEP)),
     "an exception between virtual shards": Program(num_devices=2, virtual_shards=4, statements=(STEP, BROKEN, STEP)),
     "an exception between micro-batches": Program(stages=2, replicas=2, micro_batches=2, statements=(STEP, BROKEN, STEP)),
     "compiled and recorded in turns": Program(

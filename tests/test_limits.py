@@ -118,12 +118,10 @@ def test_evaluations_within_an_epoch_are_no_training_time_of_a_resumed_run(tmp_p
         def on_test_begin(self, state):
             now[0] += 10
 
-    def callbacks(*more):
-        return [Slow(), mgpu.Checkpoint(tmp_path, None, every=1), *more]
-
+    callbacks = [Slow(), mgpu.Checkpoint(tmp_path, None, every=1)]
     with pytest.raises(RuntimeError, match="a crash"):
-        train(evaluate_every=2, callbacks=callbacks(SaveAt(5)))
-    _, history, _, _ = train(epochs=1, callbacks=callbacks(), resume="auto")
+        train(evaluate_every=2, callbacks=[*callbacks, SaveAt(5)])
+    _, history, _, _ = train(epochs=1, callbacks=callbacks, resume="auto")
     assert history.column("seconds") == [0.0]
 
 

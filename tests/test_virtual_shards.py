@@ -138,23 +138,6 @@ def test_another_number_of_shards_rounds_differently():
     assert train("mlp", 1, "sgd", sizes=(20, 17)) != train("mlp", 1, "sgd", sizes=(20, 18))
 
 
-def test_it_trains_as_one_device_does():
-    """Without BatchNorm and Dropout, the update is that of the complete batch, except for rounding."""
-    rng = np.random.RandomState(1)
-    batches = [(rng.randn(n, 10).astype("float32"), rng.randint(0, 5, n)) for n in (20, 13, 3)]
-    found = []
-    for shards in (None, 4):
-        mx.random.seed(1)
-        net = nn.HybridSequential()
-        net.add(nn.Dense(16, activation="relu"), nn.Dense(5))
-        net.initialize(mx.init.Xavier(), ctx=cpus(2))
-        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, clip_norm=0.5, virtual_shards=shards)
-        for X, y in batches:
-            mgpu.train_batch(net, LOSS, trainer, X, y)
-        found.append(np.concatenate([param.data(mx.cpu(1)).asnumpy().ravel() for param in net.collect_params().values()]))
-    np.testing.assert_allclose(found[1], found[0], atol=2e-6)
-
-
 def test_gradients_of_other_parameters_are_not_added_up():
     net = nn.HybridSequential()
     net.add(nn.Dense(4, in_units=4), nn.Dense(3, in_units=4))

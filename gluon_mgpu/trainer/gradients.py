@@ -196,7 +196,7 @@ class Gradients:
         if not self.all_take_part:
             self._check_unused(self._used(fresh), ignore_stale_grad=True)
         self.has_counted = True
-        self._reached.update(self._indices[self._rows_of(fresh)].tolist())
+        self._reached.update(self._indices[fresh].tolist())
         if adds:
             with autograd.pause():
                 self._zero(~fresh & ~self._running, self._layout.slabs)
@@ -306,8 +306,7 @@ class Gradients:
 
     def _used(self, fresh: Table) -> List[int]:
         """Return the parameters that have a fresh gradient, or a sum, on some device."""
-        used = self._reached.union(self._indices[self._rows_of(fresh)].tolist())
-        return [index for index in self._indices.tolist() if index in used]
+        return sorted(self._reached.union(self._indices[fresh].tolist()).intersection(self._indices.tolist()))
 
     def _check_unused(self, used: Iterable[int], ignore_stale_grad: bool) -> None:
         """Raise `StaleGradientError`, or log, if a trainable parameter is not used."""
@@ -396,20 +395,20 @@ class Gradients:
 
         `is_alone`: no step of other trainers uses gradients of the same parameters before.
         """
-        rows = self._rows_of(written)
+        reached = self._reached_by(written)
         if len(before) != len(written):  # a parameter was frozen or thawed inside
             before = np.zeros_like(written)
-        kept = before & ~np.repeat(rows, self._sizes)
+        kept = before & ~reached
         if not kept.any():
             self._is_behind = False
         self._flags.put(kept, True)
         self._is_full = is_alone and bool(written.all())
-        self.is_reached = bool(rows.any()) or not len(rows)  # without trained parameters, it is unknown
-        if rows.any():
+        self.is_reached = bool(written.any()) or not len(written)  # without trained parameters, it is unknown
+        if written.any():
             last = self._latest
             if last is not None and last.num_steps == _now.num_steps and self._are_apart(last.written, written):
                 self._doubt = _EACH_DEVICE
-            elif rows.all():
+            elif reached.all():
                 self._doubt = ""
             self._latest = _Written(written, written | kept, _now.num_steps)
 
@@ -437,10 +436,9 @@ class Gradients:
         self._follow()
         marked = self._marked
         if marked.params is not params or marked.contexts != contexts:
-            rows = np.array([id(self._layout.params[index]) in params for index in self._indices.tolist()], dtype=bool)
+            own_params = np.array([id(self._layout.params[index]) in params for index, _ in self._entries], dtype=bool)
             reached = np.array([context in contexts for context in self._contexts], dtype=bool)
-            every = np.repeat(rows, self._sizes)
-            marked = self._marked = _Marked(params, list(contexts), every & reached, every & ~reached)
+            marked = self._marked = _Marked(params, list(contexts), own_params & reached, own_params & ~reached)
         written, idle = marked.written, marked.idle
         self.is_reached = marked.writes or not len(marked.written)
         if self is own and marked.writes_all:
@@ -492,9 +490,8 @@ class Gradients:
         ]
         self._seen, self.version = list(map(_GRAD, params)), (MOVES.count, self._layout.version)
         self._reqs = [param.grad_req for param in params]
-        self._indices = np.array(found, dtype=int)
         self._entries = [(index, replica) for index in found for replica in range(len(contexts_of[index]))]
-        self._sizes = np.array([len(contexts_of[index]) for index in found], dtype=int)
+        self._indices = np.array([index for index, _ in self._entries], dtype=int)
         self._contexts = [context for index in found for context in contexts_of[index]]
         self._flags = Flags([weight for index in found for weight in params[index]._data])
         self._running_indices = {index for index in found if params[index].grad_req == "add" and params[index] not in _adding}
@@ -527,13 +524,13 @@ class Gradients:
         self._is_full = False
         self._doubt, self._latest, self._is_lost = "", None, False
 
-    def _rows_of(self, table: Table) -> Table:
-        """Return for each parameter whether an element is true."""
-        return np.logical_or.reduceat(table, np.cumsum(self._sizes) - self._sizes)
+    def _reached_by(self, written: Table) -> Table:
+        """Return all gradients of the parameters that a pass has written on some device."""
+        return np.bincount(self._indices, weights=written)[self._indices] > 0
 
     def _are_apart(self, one: Table, other: Table) -> bool:
         """Return whether two passes have written the same parameters on other replicas alone."""
-        shares = (self._rows_of(one) & self._rows_of(other)).any()
+        shares = (self._reached_by(one) & self._reached_by(other)).any()
         return bool(shares and not (one & other).any())
 
     def _idle(self) -> Table:

@@ -96,10 +96,8 @@ class Layout:
         self.shapeless: List[int] = []
         self.slabs: List[Slab] = []
         self.everywhere: List[Slab] = []
-        self._has_begun = False
-        most = max(map(len, self.groups))
-        self.is_sharded = shards_optimizer and most > 1
-        self.needs_sum = most > 1
+        self.needs_sum = max(map(len, self.groups)) > 1
+        self.is_sharded = shards_optimizer and self.needs_sum
         self._owners: Dict[Union[Bucket, int], int] = {}  # by bucket, or by the index of a parameter that is not in one
         self._bucket_bytes = bucket_bytes
         self._dense = [block for block in blocks_of(params) if isinstance(block, gluon.nn.Dense)] if self.structural else []
@@ -118,7 +116,7 @@ class Layout:
         TrainerError
             A parameter was moved to other devices.
         """
-        if (looks and self.has_changed()) or self.version != self._placed or not self._has_begun:
+        if (looks and self.has_changed()) or self.version != self._placed or not self._at_first:
             self._check_unmoved()
             self.place()
 
@@ -173,7 +171,6 @@ class Layout:
             contexts, dtype = known
             if param._data is not None:
                 contexts, dtype = self._at_first.setdefault(index, known)
-                self._has_begun = True
             is_there = contexts is param._ctx_list and param.list_ctx() == self.contexts_of[index]
             if not (is_there and np.dtype(dtype) == np.dtype(param.dtype)):
                 raise TrainerError(

@@ -123,20 +123,20 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES, *
     statistics : bool
         Move the running statistics instead; the gradients of their buckets are memory for changes.
     """
-    open_buckets: Dict[Tuple[object, ...], List[gluon.Parameter]] = {}
-    closed: List[List[gluon.Parameter]] = []
-    filled: Dict[Tuple[object, ...], int] = {}
     new = [one for one in reversed(params) if one._differentiable != statistics and _fits(one) and place_of(one) is None]
     total = sum(num_bytes(param._data[0]) for param in new)
     bucket_bytes = min(bucket_bytes, max(_SMALLEST, total // _NUM_BUCKETS))
+    groups: List[List[gluon.Parameter]] = []
+    latest: Dict[Tuple[object, ...], List[gluon.Parameter]] = {}
+    filled: Dict[Tuple[object, ...], int] = {}  # bytes of the latest group
     for param in new:
         key = (np.dtype(param.dtype).name, param.grad_req, multipliers_of(param))
         size = _padded(param) * np.dtype(param.dtype).itemsize
-        if key in open_buckets and filled[key] + size > bucket_bytes:
-            closed.append(open_buckets.pop(key))
-            filled[key] = 0
-        open_buckets.setdefault(key, []).append(param)
-        filled[key] = filled.get(key, 0) + size
+        if key not in latest or filled[key] + size > bucket_bytes:
+            latest[key], filled[key] = [], 0
+            groups.append(latest[key])
+        latest[key].append(param)
+        filled[key] += size
     if not new:
         return
     MOVES.count += 1
@@ -144,7 +144,7 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES, *
     if statistics:
         mx.nd.waitall()  # a static graph writes them without telling the engine
     with autograd.pause():
-        for group in closed + list(open_buckets.values()):
+        for group in groups:
             _fill(group)
     if may_have_graphs:
         forget_graphs(set(map(id, new)))
@@ -244,24 +244,21 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 def slabs_of(params: Sequence[gluon.Parameter], indices: Sequence[int], contexts: Sequence[Context]) -> List[Slab]:
     """Return slabs of neighbours with the same multipliers, in the order in which the backward pass fills them."""
-    runs: List[Tuple[Bucket, List[Tuple[int, BucketSlice]]]] = []
+    runs: List[List[Tuple[int, BucketSlice]]] = []
     last: Dict[Bucket, List[Tuple[int, BucketSlice]]] = {}
     single = []
     for index in reversed(indices):
-        param, found = params[index], place_of(params[index])
+        found = place_of(params[index])
         if found is None:
             single.append(index)
             continue
         run = last.get(found.bucket)
-        if run and run[-1][1].end == found.begin and multipliers_of(params[run[-1][0]]) == multipliers_of(param):
-            run.append((index, found))
-        else:
-            last[found.bucket] = [(index, found)]
-            runs.append((found.bucket, last[found.bucket]))
-    slabs = [_slab(bucket, run, contexts) for bucket, run in runs]
-    # the slab that is full first is reduced first
-    position = {index: at for at, index in enumerate(indices)}
-    slabs.sort(key=lambda slab: -position[slab.indices[-1]])
+        if not run or run[-1][1].end != found.begin or multipliers_of(params[run[-1][0]]) != multipliers_of(params[index]):
+            run = last[found.bucket] = []
+            runs.append(run)
+        run.append((index, found))
+    slabs = [_slab(run, contexts) for run in runs]
+    slabs.sort(key=lambda slab: -slab.indices[-1])  # the slab that is full first is reduced first
     return slabs + one_each(params, single, contexts)
 
 
@@ -287,8 +284,7 @@ def zero(gradient: Array) -> None:
         mx.nd.sparse.zeros(gradient.stype, gradient.shape, ctx=gradient.context, dtype=gradient.dtype).copyto(gradient)
 
 
-def _slab(bucket: Bucket, run: Sequence[Tuple[int, BucketSlice]], contexts: Sequence[Context]) -> Slab:
-    begin, end = run[0][1].begin, run[-1][1].end
-    weights = [flat[begin:end] for flat in bucket.weights]
-    gradients = [flat[begin:end] for flat in bucket.gradients]
+def _slab(run: Sequence[Tuple[int, BucketSlice]], contexts: Sequence[Context]) -> Slab:
+    bucket, begin, end = run[0][1].bucket, run[0][1].begin, run[-1][1].end
+    weights, gradients = ([flat[begin:end] for flat in arrays] for arrays in (bucket.weights, bucket.gradients))
     return Slab(tuple(index for index, _ in run), tuple(contexts), weights, gradients, bucket, begin, end)

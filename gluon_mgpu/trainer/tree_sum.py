@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import Context
@@ -37,14 +37,50 @@ class Node:
     ----------
     part : tuple of int
         The first shard, and the number of shards.
-    replica : int
-        The device.
     arrays : list of NDArray
     """
 
     part: Tuple[int, int]
-    replica: int
     arrays: List[Array]
+
+
+def append(nodes: List[Node], node: Node) -> None:
+    """Append the sum of the shards that follow, and add it to the one before as long as they are siblings."""
+    while nodes and are_siblings(nodes[-1].part, node.part):
+        left = nodes.pop()
+        add_to(left.arrays, node.arrays)
+        node = Node((left.part[0], 2 * left.part[1]), left.arrays)
+    nodes.append(node)
+
+
+def are_siblings(left: Tuple[int, int], right: Tuple[int, int]) -> bool:
+    """Return whether two subtrees (first shard, size) have one parent."""
+    return left[1] == right[1] and left[0] + left[1] == right[0] and left[0] % (2 * left[1]) == 0
+
+
+def joined(nodes: Iterable[Node]) -> List[Node]:
+    """Return these sums, in the order of the shards, added up as far as they are siblings."""
+    found: List[Node] = []
+    for node in nodes:
+        append(found, node)
+    return found
+
+
+def add_to(sums: List[Array], others: List[Array]) -> None:
+    """Queue sums on the device of the first arrays; the others may be on another one.
+
+    It has its own thread for them: MXNet keeps memory for each operator in turn, 128 times in other threads.
+    """
+    if not sums:
+        return
+    context = sums[0].context
+    copies = [one.as_in_context(context) for one in others]
+
+    def add() -> None:
+        for one, other in zip(sums, copies):
+            mx.nd.elemwise_add(one, other, out=one)
+
+    in_own_thread(context, add)
 
 
 def complete_parts(begin: int, end: int) -> List[Tuple[int, int]]:
@@ -55,18 +91,7 @@ def complete_parts(begin: int, end: int) -> List[Tuple[int, int]]:
     >>> complete_parts(0, 6), complete_parts(3, 8)
     ([(0, 4), (4, 2)], [(3, 1), (4, 4)])
     """
-    parts: List[Tuple[int, int]] = []
-    for number in range(begin, end):
-        parts.append((number, 1))
-        while len(parts) > 1 and are_siblings(parts[-2], parts[-1]):
-            _, size = parts.pop()
-            parts[-1] = (parts[-1][0], 2 * size)
-    return parts
-
-
-def are_siblings(left: Tuple[int, int], right: Tuple[int, int]) -> bool:
-    """Return whether two subtrees (first shard, size) have one parent."""
-    return left[1] == right[1] and left[0] + left[1] == right[0] and left[0] % (2 * left[1]) == 0
+    return [node.part for node in joined(Node((number, 1), []) for number in range(begin, end))]
 
 
 def draw_base(context: Context) -> int:
@@ -189,8 +214,9 @@ class TreeSum(Sum):
     def add(self, number: int, replica: int, arrays: Sequence[Array]) -> None:
         """Add what a virtual shard has contributed: its gradients, which may be overwritten afterwards."""
         nodes = self._nodes[replica]
-        is_added = bool(nodes) and are_siblings(nodes[-1].part, (number, 1))  # to the sum before, which has its own memory
-        self._append(nodes, Node((number, 1), replica, list(arrays) if is_added else [one.copy() for one in arrays]))
+        append(nodes, Node((number, 1), list(arrays)))
+        if nodes[-1].part[1] == 1:  # it was not added to the sum before, which has its own memory
+            nodes[-1].arrays = [one.copy() for one in arrays]
 
     def finish(self, num_leaves: int, num_shards: int, like: Sequence[Array]) -> List[Array]:
         """Add up the sums of all devices and processes, and return the arrays of the root, on the first device.
@@ -204,12 +230,12 @@ class TreeSum(Sum):
         like : sequence of NDArray
             Arrays of the first device, of the shapes that were added.
         """
-        nodes = self._joined([one for own in self._nodes for one in own])
+        nodes = joined(one for own in self._nodes for one in own)
         self._nodes = [[] for _ in self._contexts]
         if self._group is not None:
-            nodes = self._joined(self._of_all_processes(self._group, nodes, num_leaves, num_shards, like))
+            nodes = joined(self._of_all_processes(self._group, nodes, num_leaves, num_shards, like))
         for right in nodes[1:]:
-            self._add(nodes[0].replica, nodes[0].arrays, right.arrays)
+            add_to(nodes[0].arrays, right.arrays)
         # copies with 0 for -0: a sum with the zeros of other processes has done so, too
         plus = mx.nd._internal._plus_scalar
         self._root = in_own_thread(self._contexts[0], lambda: [plus(one, scalar=0.0) for one in nodes[0].arrays])
@@ -222,7 +248,7 @@ class TreeSum(Sum):
         if self._total is None:
             self._total = self._root
         else:
-            self._add(0, self._total, self._root)
+            add_to(self._total, self._root)
         self._root = None
         return True
 
@@ -240,35 +266,6 @@ class TreeSum(Sum):
             for array, gradient in zip(total, targets):
                 array.copyto(gradient)
 
-    def _joined(self, nodes: Sequence[Node]) -> List[Node]:
-        """Return these sums, in the order of the shards, added up as far as they are siblings."""
-        joined: List[Node] = []
-        for node in nodes:
-            self._append(joined, node)
-        return joined
-
-    def _append(self, nodes: List[Node], node: Node) -> None:
-        nodes.append(node)
-        while len(nodes) > 1 and are_siblings(nodes[-2].part, nodes[-1].part):
-            right = nodes.pop()
-            left = nodes[-1]
-            self._add(left.replica, left.arrays, right.arrays)
-            left.part = left.part[0], 2 * left.part[1]
-
-    def _add(self, replica: int, sums: List[Array], others: List[Array]) -> None:
-        """Queue sums on a device, of arrays that may be on another one.
-
-        It has its own thread for them: MXNet keeps memory for each operator in turn, 128 times in other threads.
-        """
-        context = self._contexts[replica]
-        copies = [one.as_in_context(context) for one in others]
-
-        def add() -> None:
-            for one, other in zip(sums, copies):
-                mx.nd.elemwise_add(one, other, out=one)
-
-        in_own_thread(context, add)
-
     def _of_all_processes(
         self, processes: Group, nodes: List[Node], num_leaves: int, num_shards: int, like: Sequence[Array]
     ) -> List[Node]:
@@ -281,18 +278,15 @@ class TreeSum(Sum):
         own = {node.part: node for node in nodes}
         found: List[Node] = []
         for at, part in enumerate(parts):
-            arrays, sums = self._slot(processes, at, like)
+            if at == len(self._slots):
+                arrays = [mx.nd.empty(one.shape, ctx=self._contexts[0], dtype=one.dtype) for one in like]
+                self._slots.append((arrays, [processes.all_reduce([array]) for array in arrays]))
+            arrays, sums = self._slots[at]
             for i, array in enumerate(arrays):
                 if part in own:
                     own[part].arrays[i].copyto(array)
                 else:
                     mx.nd.zeros_like(array, out=array)
                 sums[i].run(-at)
-            found.append(Node(part, 0, arrays))
+            found.append(Node(part, arrays))
         return found
-
-    def _slot(self, processes: Group, at: int, like: Sequence[Array]) -> Tuple[List[Array], List[QueuedSum]]:
-        while len(self._slots) <= at:
-            arrays = [mx.nd.empty(one.shape, ctx=self._contexts[0], dtype=one.dtype) for one in like]
-            self._slots.append((arrays, [processes.all_reduce([array]) for array in arrays]))
-        return self._slots[at]

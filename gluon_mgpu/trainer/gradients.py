@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import compress, filterfalse
 from operator import attrgetter, is_not
-from typing import Dict, FrozenSet, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Dict, FrozenSet, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
 from weakref import ReferenceType, WeakSet, ref
 
 import mxnet as mx
 import numpy as np
 from mxnet import Context, autograd, gluon
 
+from ..distributed import group
 from ..errors import StaleGradientError, TrainerError
 from ..nested import Array
 from ..refusals import refusal
@@ -55,12 +56,13 @@ class _Written:
     num_steps: int
 
 
-class _Marked:
+class _Marked(NamedTuple):
     """What passes without autograd through these parameters on these devices write, and their gradients on other devices."""
 
-    def __init__(self, params: Mapping[int, gluon.Parameter], contexts: List[Context], written: Table, idle: Table) -> None:
-        self.params, self.contexts, self.written, self.idle = params, contexts, written, idle
-        self.writes, self.writes_all, self.has_idle = bool(written.any()), bool(written.all()), bool(idle.any())
+    params: Mapping[int, gluon.Parameter]
+    contexts: List[Context]
+    written: Table
+    idle: Table
 
 
 class Gradients:
@@ -96,7 +98,8 @@ class Gradients:
 
     def __init__(self, layout: Layout, *, find_unused: bool = False) -> None:
         self._layout = layout
-        self.all_take_part = self.has_counted = self.is_reached = self.is_settled = False
+        self.all_take_part = group() is not None
+        self.has_counted = self.is_reached = self.is_settled = False
         self._find_unused = find_unused
         self._logged: Set[str] = set()  # names of unused parameters
         self._sums: Dict[Union[Bucket, Tuple[int, ...]], List[Array]] = {}  # of counted passes, one per replica
@@ -439,9 +442,10 @@ class Gradients:
             own_params = np.array([id(self._layout.params[index]) in params for index, _ in self._entries], dtype=bool)
             reached = np.array([context in contexts for context in self._contexts], dtype=bool)
             marked = self._marked = _Marked(params, list(contexts), own_params & reached, own_params & ~reached)
-        written, idle = marked.written, marked.idle
-        self.is_reached = marked.writes or not len(marked.written)
-        if self is own and marked.writes_all:
+        _, _, written, idle = marked
+        writes_all = bool(written.all())
+        self.is_reached = writes_all or bool(written.any())
+        if self is own and writes_all:
             if not (joins or self._is_behind):
                 self.drop_unused()
                 self._is_behind = not self._running_indices
@@ -449,13 +453,13 @@ class Gradients:
         else:
             if self is own and not joins:
                 self.drop_unused()
-            if not marked.writes:
+            if not written.any():
                 return
             self._flags.put(written, True)
             own._is_behind = False
-        if not joins:
-            if marked.has_idle:
+            if not joins:
                 self._flags.put(idle, False)
+        if not joins:
             self._doubt, self._latest = "", _Written(written, written, _now.num_steps)
 
     def drop_parts(self, own: Gradients) -> None:

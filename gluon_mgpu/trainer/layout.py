@@ -167,10 +167,8 @@ class Layout:
         optimizer's states would not fit.
         """
         for index, (name, param) in enumerate(zip(self.names, self.params)):
-            known = (param._ctx_list, param.dtype)
-            contexts, dtype = known
-            if param._data is not None:
-                contexts, dtype = self._at_first.setdefault(index, known)
+            now = (param._ctx_list, param.dtype)
+            contexts, dtype = now if param._data is None else self._at_first.setdefault(index, now)
             is_there = contexts is param._ctx_list and param.list_ctx() == self.contexts_of[index]
             if not (is_there and np.dtype(dtype) == np.dtype(param.dtype)):
                 raise TrainerError(

@@ -307,19 +307,20 @@ class RunningStats:
     def _move_by(self, examples: Dict[Context, float]) -> None:
         """Move the statistics of slabs that have seen examples, in some process, by the mean of their changes."""
         is_joint = self._divisor is not None
-        counts = [[examples.get(context, 0) for context in slab.contexts] for slab in self._slabs]
-        moved = [at for at, own in enumerate(counts) if is_joint or (len(own) > 1 and any(own))]
-        for at in moved:
-            slab, own = self._slabs[at], counts[at]
-            for values, former, change, number in zip(slab.weights, self._before[at], slab.gradients, own):
+        moved = []
+        for slab, before in zip(self._slabs, self._before):
+            counts = [examples.get(context, 0) for context in slab.contexts]
+            if is_joint or (len(counts) > 1 and any(counts)):
+                moved.append((slab, before, counts))
+        for slab, before, counts in moved:
+            for values, former, change, number in zip(slab.weights, before, slab.gradients, counts):
                 mx.nd.elemwise_sub(values.as_nd_ndarray(), former, out=change)
-                mx.nd._internal._mul_scalar(change, scalar=number if is_joint else number / sum(own), out=change)
-        self._sum.run(self._slabs if len(moved) == len(self._slabs) else [self._slabs[at] for at in moved])
-        for at in moved:
-            slab = self._slabs[at]
+                mx.nd._internal._mul_scalar(change, scalar=number if is_joint else number / sum(counts), out=change)
+        self._sum.run(self._slabs if len(moved) == len(self._slabs) else [slab for slab, _, _ in moved])
+        for slab, before, counts in moved:
             if self._divisor is not None:
-                self._divisor.divide([slab], sum(counts[at]))
-            for values, former, change in zip(slab.weights, self._before[at], slab.gradients):
+                self._divisor.divide([slab], sum(counts))
+            for values, former, change in zip(slab.weights, before, slab.gradients):
                 mx.nd.elemwise_add(former, change, out=former)
                 former.copyto(values.as_nd_ndarray())
 

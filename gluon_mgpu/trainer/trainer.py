@@ -161,7 +161,6 @@ class Trainer(gluon.Trainer):
         self._sum: Sum = make_sum(kvstore)
         self._process_sync = ProcessSync(self._layout)
         self.sharded_data = sharded_data and self._process_sync.is_joint  # whether every process reads its own batches
-        self.gradients.all_take_part = self._process_sync.is_joint
         if has_values(self._layout.params):
             self._layout.place()
         for former in trainers_of(params):
@@ -228,10 +227,11 @@ class Trainer(gluon.Trainer):
         Call it between the first forward pass, in prediction mode, and the first recorded one: the parameters can then move into
         buckets before a graph holds them.
         """
-        is_placed = self._layout.slabs and not self._layout.shapeless
-        if not is_placed and has_values(self._layout.params):
+        if not has_values(self._layout.params):
+            return
+        if self._layout.shapeless or not self._layout.slabs:
             self._layout.place()
-        if self._process_sync.is_joint and has_values(self._layout.params):
+        if self._process_sync.is_joint:
             self._process_sync.check_unused("Trainer")  # such as a generator's pass, before the first one of this network
             self._process_sync.begin()
 
@@ -452,9 +452,7 @@ class Trainer(gluon.Trainer):
                 "step(), which does both."
             )
         self._complete("Trainer.update")
-        slabs = self.gradients.collect(ignore_stale_grad)
-        self.gradients.mark_used()
-        self._apply(slabs, batch_size)
+        self._step(batch_size, ignore_stale_grad)
 
     def bytes_per_device(self) -> Dict[str, Dict[str, int]]:
         """Return the bytes of the network and its optimizer on each device. Activations, sums and buffers come on top of them.

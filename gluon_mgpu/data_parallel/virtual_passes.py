@@ -8,6 +8,7 @@ batch ─► 8 virtual shards ─► cpu(0): 0, 1, 2, 3    each: seed, forward, 
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any, List, Optional, Sequence, Tuple
 
 import mxnet as mx
@@ -17,7 +18,7 @@ from ..distributed import process_shard
 from ..nested import Array, is_device_array, map_leaves
 from ..refusals import refusal
 from ..trainer.gradients import empty_pass, note_parts, one_pass
-from ..trainer.running_stats import StatsOfParts, running_stats, statistics_slabs, written_with
+from ..trainer.running_stats import StatsOfParts, running_stats, statistics_slabs
 from ..trainer.slab import Slab, zero
 from ..trainer.trainer import Trainer
 from .batchnorm import is_synchronised
@@ -44,7 +45,9 @@ class VirtualPasses(Passes):
     def __init__(self, inner: Passes, num_shards: int, trainer: Optional[Trainer] = None, parts: int = 1) -> None:
         super().__init__(inner._net, inner._loss, trains=trainer is not None)
         self._inner, self._num_shards, self._trainer, self._parts = inner, num_shards, trainer, parts
-        self._statistics: Optional[ShardStatistics] = None
+        self._params: List[gluon.Parameter] = []  # the running statistics
+        self._known: List[object] = []  # what `_stats` depends on
+        self._stats: List[StatsOfParts] = []  # on each device
         if is_synchronised(self._net):
             raise refusal("train_batch", "virtual_shards", "synchronised BatchNorm")
 
@@ -66,10 +69,7 @@ class VirtualPasses(Passes):
         buffers = trainer.current_slabs()
         gradients = tree.use(buffers)
         virtual.draw_base()
-        if self._statistics is None or not self._statistics.is_of(buffers):
-            self._statistics = ShardStatistics(self._net, contexts, buffers)
-        statistics = self._statistics
-        statistics.begin()
+        stats = self._stats_of(contexts, buffers)
         if not Xs:
             empty_pass(trainer.gradients)
         each = num_here // len(contexts)
@@ -86,14 +86,17 @@ class VirtualPasses(Passes):
                 self._inner.backward(trainer, [loss])
                 outputs[place] = map_leaves(lambda _, leaf: leaf.detach() if is_device_array(leaf) else leaf, output)
                 losses[place] = loss.detach()
-                moved = statistics.take(replica, loss.shape[0] if loss.shape else 1)
+                with autograd.pause():
+                    moved = stats[replica].take(loss.shape[0] if loss.shape else 1)
                 tree.add(first + place, replica, gradients[replica] + moved)
         if len(Xs) > len(contexts):
             note_parts(trainer.gradients)
         with autograd.pause():
             num_leaves = min(self._num_shards, plan.num_examples)
-            root = tree.finish(num_leaves, self._num_shards, statistics.like(gradients[0]))
-            statistics.move(root, plan.num_examples)
+            root = tree.finish(num_leaves, self._num_shards, gradients[0] + stats[0].before)
+            means = [one / plan.num_examples for one in root[len(gradients[0]) :]]
+            for own, context in zip(stats, contexts):
+                own.move([mean.as_in_context(context) for mean in means])
         if self._inner.draws is not False:  # what a program draws after the batch does not depend on the devices
             mx.random.seed(virtual.seed_of(self._num_shards))
         virtual.batches += 1
@@ -102,48 +105,14 @@ class VirtualPasses(Passes):
     def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
         """Do nothing: the forward passes have queued the backward passes."""
 
-
-class ShardStatistics:
-    """Lets each virtual shard move BatchNorm's running statistics from the same values, and averages how far they moved.
-
-    Parameters
-    ----------
-    net : gluon.Block
-    contexts : sequence of mxnet.Context
-    buffers : list of Slab
-        Of its gradients.
-    """
-
-    def __init__(self, net: gluon.Block, contexts: Sequence[Context], buffers: List[Slab]) -> None:
-        self._buffers, self._contexts = buffers, contexts
-        self._params = running_stats(net)
-        self._data = [param._data for param in self._params]
-        slabs = statistics_slabs(self._params)
-        self._replicas = [StatsOfParts(slabs, context) for context in contexts]
-        self._written = written_with(slabs, buffers)
-
-    def is_of(self, buffers: List[Slab]) -> bool:
-        """Return whether the gradients and statistics are still in these arrays."""
-        return buffers is self._buffers and all(param._data is data for param, data in zip(self._params, self._data))
-
-    def begin(self) -> None:
-        """Note the values before a batch."""
-        for own in self._replicas:
+    def _stats_of(self, contexts: Sequence[Context], buffers: List[Slab]) -> List[StatsOfParts]:
+        """Return BatchNorm's running statistics on each device, before a batch whose gradients are in these slabs."""
+        known = [buffers, *(param._data for param in self._params)]
+        if len(known) != len(self._known) or not all(map(is_, known, self._known)):
+            self._params = running_stats(self._net)
+            slabs = statistics_slabs(self._params)
+            self._known = [buffers, *(param._data for param in self._params)]
+            self._stats = [StatsOfParts(slabs, context, buffers) for context in contexts]
+        for own in self._stats:
             own.begin()
-
-    def take(self, replica: int, num_examples: int) -> List[Array]:
-        """Return how far a shard has moved the statistics of its device, times its examples; move them back."""
-        with autograd.pause():
-            if self._written:  # the network has statistics
-                self._written[self._contexts[replica]].push()
-            return self._replicas[replica].take(num_examples)
-
-    def like(self, gradients: List[Array]) -> List[Array]:
-        """Return arrays of the shapes that a shard adds to the tree."""
-        return gradients + self._replicas[0].before
-
-    def move(self, root: List[Array], num_examples: int) -> None:
-        """Move the statistics of all devices by the mean over the examples of all shards."""
-        means = [one / num_examples for one in root[len(root) - len(self._replicas[0].before) :]]
-        for own, context in zip(self._replicas, self._contexts):
-            own.move([mean.as_in_context(context) for mean in means])
+        return self._stats

@@ -225,19 +225,17 @@ class Gradients:
         self._drop_sums()
         self._own = []
         with autograd.pause():
-            for at in np.flatnonzero(self._running).tolist():  # which may have no place in a slab yet
-                index, replica = self._entries[at]
-                zero(self._layout.params[index].list_grad()[replica])
+            for index in self._running_indices:  # which may have no place in a slab yet
+                for gradient in self._layout.params[index].list_grad():
+                    zero(gradient)
         _now.end_step()
 
     def drop_unused(self) -> None:
         """Drop gradients that no step has used or counted, except for running sums."""
-        self._follow()
-        kept = self._read() & self._running if self._running_indices else None
+        kept = self.read() & self._running
         self._is_behind = False
         self._clear()
-        if kept is not None:
-            self._flags.put(kept, True)
+        self._flags.put(kept, True)
 
     def has_running(self) -> bool:
         """Return whether the user lets gradients add up from step to step."""

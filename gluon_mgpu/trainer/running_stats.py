@@ -121,6 +121,8 @@ class StatsOfParts:
     slabs : list of Slab
         Of the statistics.
     context : mxnet.Context
+    trained : list of Slab
+        Of the gradients that each part writes on this device, for graphs that write the statistics untracked.
 
     Attributes
     ----------
@@ -132,7 +134,8 @@ class StatsOfParts:
     Source: Kim et al., "torchgpipe", 2020, section on deferred batch normalization.
     """
 
-    def __init__(self, slabs: Sequence[Slab], context: Context) -> None:
+    def __init__(self, slabs: Sequence[Slab], context: Context, trained: Sequence[Slab] = ()) -> None:
+        self._written = written_with(slabs, trained).get(context) if trained else None
         self.arrays: List[Array] = [slab.weights[slab.contexts.index(context)].as_nd_ndarray() for slab in slabs]
         self.begin()
 
@@ -142,6 +145,8 @@ class StatsOfParts:
 
     def take(self, num_examples: int) -> List[Array]:
         """Put the values back, and return how far the latest part has moved them, times its examples."""
+        if self._written is not None:
+            self._written.push()
         moved = [(array - before) * num_examples for array, before in zip(self.arrays, self.before)]
         self.put_back()
         return moved

@@ -179,7 +179,7 @@ class Gradients:
     def mark_used(self) -> None:
         """Note that the gradients which `collect` has found were applied: they are stale until the next backward pass."""
         self._clear()
-        self._drop_sums()
+        self.has_counted, self._sums, self._reached = False, {}, set()
         _now.end_step()
 
     def count(self, *, adds: bool) -> None:
@@ -222,8 +222,7 @@ class Gradients:
         """Drop all gradients that no step has used, also running sums."""
         self._is_behind = False
         self._clear()
-        self._drop_sums()
-        self._own = []
+        self.has_counted, self._sums, self._reached, self._own = False, {}, set(), []
         with autograd.pause():
             for index in self._running_indices:  # which may have no place in a slab yet
                 for gradient in self._layout.params[index].list_grad():
@@ -367,11 +366,6 @@ class Gradients:
         if key not in self._sums:
             self._sums[key] = [mx.nd.zeros_like(one.as_nd_ndarray()) for one in (slab.bucket or slab).gradients]
         return [one[slab.begin : slab.end] for one in self._sums[key]] if slab.bucket else self._sums[key]
-
-    def _drop_sums(self) -> None:
-        if self.has_counted:
-            self.has_counted = False
-            self._sums, self._reached = {}, set()
 
     # Passes
 

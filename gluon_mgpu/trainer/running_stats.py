@@ -87,17 +87,10 @@ def statistics_slabs(params: Sequence[gluon.Parameter]) -> List[Slab]:
     return found
 
 
-def written_with(statistics: Sequence[Slab], trained: Sequence[Slab]) -> Dict[Context, WrittenWith]:
-    """Return, for each device, what lets statistics count as written with these gradients: static graphs write them untracked."""
-    contexts = {context for slab in statistics for context in slab.contexts}
-    return {
-        context: WrittenWith(
-            _arrays_of(statistics, "weights", context),
-            _arrays_of(trained, "gradients", context),
-            EngineContext(context.device_typeid, context.device_id),
-        )
-        for context in contexts
-    }
+def written_with(statistics: Sequence[Slab], trained: Sequence[Slab], context: Context) -> WrittenWith:
+    """Return what lets statistics of a device count as written with these gradients: static graphs write them untracked."""
+    arrays, others = _arrays_of(statistics, "weights", context), _arrays_of(trained, "gradients", context)
+    return WrittenWith(arrays, others, EngineContext(context.device_typeid, context.device_id))
 
 
 def _arrays_of(slabs: Sequence[Slab], kind: str, context: Context) -> List[Array]:
@@ -135,7 +128,7 @@ class StatsOfParts:
     """
 
     def __init__(self, slabs: Sequence[Slab], context: Context, trained: Sequence[Slab] = ()) -> None:
-        self._written = written_with(slabs, trained).get(context) if trained else None
+        self._written = written_with(slabs, trained, context) if slabs and trained else None
         self.arrays: List[Array] = [slab.weights[slab.contexts.index(context)].as_nd_ndarray() for slab in slabs]
         self.begin()
 
@@ -190,7 +183,7 @@ class RunningStats:
         self._slabs: List[Slab] = []
         self._before: List[List[Array]] = []  # the common values of each slab, on each device
         self._trained: List[Slab] = []  # the slabs of gradients after which the statistics count as written
-        self._written: Dict[Context, WrittenWith] = {}
+        self._written: List[WrittenWith] = []  # one for each device
         self._follow()
         if gradients is not None:
             for other in list(_all):
@@ -283,13 +276,13 @@ class RunningStats:
     def _move(self, trained: List[Slab], idle: Iterable[Context], *, anew: bool) -> None:
         self._num_passes = _num_passes
         self._follow()
+        contexts = {context for slab in self._slabs for context in slab.contexts}
         if trained is not self._trained:
-            self._trained, self._written = trained, written_with(self._slabs, trained)
-        for one in self._written.values():
+            self._trained, self._written = trained, [written_with(self._slabs, trained, context) for context in contexts]
+        for one in self._written:
             one.push()
         if anew:
             self._take()
-        contexts = {context for slab in self._slabs for context in slab.contexts}
         examples, self._examples = self._examples, None
         if examples is None:
             examples = {context: float(context not in set(idle)) for context in contexts}

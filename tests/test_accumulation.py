@@ -1,5 +1,6 @@
 """Several backward passes make one update: the same as one batch of all their examples."""
 
+from contextlib import nullcontext
 from functools import lru_cache
 
 import gluon_mgpu as mgpu
@@ -27,11 +28,14 @@ def grouped(groups=GROUPS):
     return groups, [tuple(np.concatenate(parts) for parts in zip(*group)) for group in groups]
 
 
-def pass_back(net, trainer, X, y):
+def losses_of(net, trainer, X, y):
     Xs, ys = mgpu.split_batch(X, y, trainer.contexts)
     with autograd.record():
-        losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
-    mgpu.backward(losses)
+        return [LOSS(net(x), t) for x, t in zip(Xs, ys)]
+
+
+def pass_back(net, trainer, X, y):
+    mgpu.backward(losses_of(net, trainer, X, y))
 
 
 def known(net, ctx):
@@ -41,13 +45,11 @@ def known(net, ctx):
 
 
 def last_outside(net, trainer, group):
+    """Each batch is recorded before it is decided whether it makes the update."""
     for i, (X, y) in enumerate(group):
-        if i + 1 < len(group):
-            with trainer.accumulate():
-                pass_back(net, trainer, X, y)
-                trainer.step(len(X))
-        else:
-            pass_back(net, trainer, X, y)
+        losses = losses_of(net, trainer, X, y)
+        with trainer.accumulate() if i + 1 < len(group) else nullcontext():
+            mgpu.backward(losses)
             trainer.step(len(X))
 
 
@@ -66,21 +68,6 @@ def backward_before(net, trainer, group):
         with trainer.accumulate():
             trainer.step(len(X))
     trainer.flush()
-
-
-def recorded_before(net, trainer, group):
-    """Each batch is recorded before it is decided whether it makes the update."""
-    for i, (X, y) in enumerate(group):
-        Xs, ys = mgpu.split_batch(X, y, trainer.contexts)
-        with autograd.record():
-            losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
-        if i + 1 < len(group):
-            with trainer.accumulate():
-                mgpu.backward(losses)
-                trainer.step(len(X))
-        else:
-            mgpu.backward(losses)
-            trainer.step(len(X))
 
 
 def one_in_another(net, trainer, group):
@@ -103,7 +90,7 @@ def summed_by_hand(net, trainer, group):
     trainer.update(len(X))
 
 
-LOOPS = [last_outside, all_inside, backward_before, recorded_before, one_in_another, summed_by_hand]
+LOOPS = [last_outside, all_inside, backward_before, one_in_another, summed_by_hand]
 
 
 @lru_cache(maxsize=None)

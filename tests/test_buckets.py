@@ -229,10 +229,12 @@ def test_multipliers_count_whenever_they_are_set():
 class TwoHeads(nn.HybridBlock):
     """A network of which each step may use another part."""
 
-    def __init__(self):
+    def __init__(self, ctx, **_):
         super().__init__()
         with self.name_scope():
             self.body, self.left, self.right = nn.Dense(8, in_units=4), nn.Dense(3, in_units=8), nn.Dense(3, in_units=8)
+        mx.random.seed(1)
+        self.initialize(mx.init.Xavier(), ctx=ctx)
 
     def run(self, x, heads):
         hidden = self.body(x)
@@ -242,22 +244,18 @@ class TwoHeads(nn.HybridBlock):
 @pytest.mark.parametrize("optimizer", FLAT)
 def test_a_part_that_is_not_used_stays_and_counts_its_own_updates(optimizer):
     """Right after a step that left it out, Adam's corrections differ by parameter: Gluon's bits show them."""
-    order = ["left", "left right", "right", "left right"]
-    told = {}
-    for who in ("gluon", "ours"):
-        net = TwoHeads()
-        mx.random.seed(1)
-        net.initialize(mx.init.Xavier(), ctx=CTX)
-        trainer = trainers(net, *FLAT[optimizer])[who]()
-        rng = np.random.RandomState(0)
-        for heads in order:
+
+    def story(net, make_trainer):
+        trainer, rng = make_trainer(), np.random.RandomState(0)
+        for heads in ("left", "left right", "right", "left right"):
             xs = gluon.utils.split_and_load(mx.nd.array(rng.rand(4, 4)), CTX)
             with autograd.record():
                 losses = [net.run(x, heads.split()).square().sum(axis=1) for x in xs]
             autograd.backward(losses)
             trainer.step(4, ignore_stale_grad=True)
-        told[who] = weights_of(net) + weights_of(net, CTX[1])
-    assert_same(told["ours"], told["gluon"])
+        yield from weights_of(net)
+
+    compare(story, optimizer=FLAT[optimizer], make=TwoHeads)
 
 
 def test_trainers_one_after_another_and_side_by_side_share_the_memory():
@@ -316,9 +314,7 @@ def test_a_graph_that_was_cached_before_the_trainer_is_made_again(mode):
         def hybrid_forward(self, F, x):
             return self.inner(x) * 2
 
-    told = {}
-    for who in ("gluon", "ours"):
-        net = small_net(CTX)
+    def story(net, make_trainer):
         outer = Outer(net)
         if MODES[mode] is not None:
             outer.hybridize(**MODES[mode])
@@ -326,32 +322,34 @@ def test_a_graph_that_was_cached_before_the_trainer_is_made_again(mode):
             with autograd.record():
                 values = [outer(mx.nd.array(batches[0][0], ctx=context)) for context in CTX]
             autograd.backward(values)
-        trainer = trainers(net, *MOMENTUM)[who]()
+        trainer = make_trainer()
         for X, y in batches:
             step(outer, trainer, X, y)
-        told[who] = weights_of(net)
-    assert_same(told["ours"], told["gluon"])
+        yield from weights_of(net)
+
+    compare(story)
 
 
 def test_mixed_precision_parameters_have_buckets_of_their_own():
-    told = {}
-    for who in ("gluon", "ours"):
+    def make(ctx, **_):
         net = nn.Sequential()
         net.add(nn.Dense(3, in_units=2), Scale("float16"), Scale("float32"), Scale("float64"), Scale("float16"))
         mx.random.seed(0)
-        net.initialize(ctx=CTX)
-        options = {"learning_rate": 0.1, "momentum": 0.9, "multi_precision": True}
-        trainer = trainers(net, "sgd", options)[who]()
+        net.initialize(ctx=ctx)
+        return net
+
+    def story(net, make_trainer):
+        trainer, params = make_trainer(), list(net.collect_params().values())
         for _ in range(3):
             with autograd.record():
                 losses = [(net(mx.nd.ones((2, 2), ctx=context)) - 3).square() for context in CTX]
             autograd.backward(losses)
             trainer.step(4)
-        told[who] = weights_of(net) + weights_of(net, CTX[1])
-        if who == "ours":
-            params = list(net.collect_params().values())
+        yield from weights_of(net)
+        if isinstance(trainer, mgpu.Trainer):
             assert len({place_of(param).bucket for param in params}) == 3
-    assert_same(told["ours"], told["gluon"])
+
+    compare(story, optimizer=("sgd", {"learning_rate": 0.1, "momentum": 0.9, "multi_precision": True}), make=make)
 
 
 def test_casting_under_a_trainer_is_refused():
@@ -405,27 +403,6 @@ def test_memory_goes_with_the_network():
     del net, trainer
     gc.collect()
     assert bucket() is None
-
-
-class Layers(nn.HybridBlock):
-    """Layers of many kinds, over sequences of tokens (B, T)."""
-
-    def __init__(self):
-        super().__init__()
-        with self.name_scope():
-            self.embedding = nn.Embedding(11, 8)
-            self.lstm = gluon.rnn.LSTM(8, num_layers=2, layout="NTC", bidirectional=True, input_size=8)
-            self.gru = gluon.rnn.GRU(8, layout="NTC", input_size=16)
-            self.norm = nn.LayerNorm(in_channels=8)
-            self.prelu = nn.PReLU()
-            self.project = nn.Dense(12, flatten=False, in_units=8)
-            self.group = nn.GroupNorm(num_groups=4)
-            self.swish = nn.Swish()
-            self.out = nn.Dense(3, in_units=12 * 5)
-
-    def hybrid_forward(self, F, x):
-        x = self.prelu(self.norm(self.gru(self.lstm(self.embedding(x)))))
-        return self.out(self.swish(self.group(self.project(x).swapaxes(1, 2))))
 
 
 def two_layers(ctx=CTX):

@@ -109,7 +109,6 @@ class Gradients:
         self._marked: _Marked
         self._doubt = ""  # what makes the gradients ambiguous
         self._is_lost = False  # whether the latest pass has written into former arrays
-        self._is_full = False  # whether passes have written all, so that no flag must be read
         self._is_behind = False  # whether a flag may be older than the latest compiled step
         self._watch()
         for one in _alive():  # whose steps may be of the same parameters
@@ -140,17 +139,16 @@ class Gradients:
         layout = self._layout
         fresh = self._of_step()
         slabs = layout.slabs
-        if self.has_counted or layout.shapeless or not (self._is_full or fresh.all()):
-            if not self.all_take_part or layout.shapeless:
-                used = self._used(fresh)
-                self._check_unused(used, ignore_stale_grad)
-                slabs = slabs if used == layout.trainable else layout.one_each(used)
-            if self._running_indices:
-                self._keep_running(slabs)
+        is_whole = not (self.has_counted or layout.shapeless) and (self._is_full or fresh.all())
+        if not is_whole and (layout.shapeless or not self.all_take_part):
+            used = self._used(fresh)
+            self._check_unused(used, ignore_stale_grad)
+            slabs = slabs if used == layout.trainable else layout.one_each(used)
+        if self._running_indices:
+            self._keep_running(slabs)
+        if not is_whole:
             self._zero(~fresh & ~self._running, layout.slabs if self.has_counted else slabs)
             self._add_sums()
-        elif self._running_indices:
-            self._keep_running(slabs)
         return slabs
 
     def check_summed(self, slabs: Sequence[Slab], ignore_stale_grad: bool) -> None:
@@ -495,7 +493,7 @@ class Gradients:
         self._running = np.array([index in self._running_indices for index, _ in self._entries], dtype=bool)
         self._latest = None
         self._marked = _Marked({}, [], self._running, self._running)
-        self._is_full = False
+        self._is_full = False  # whether passes have written all, so that no flag must be read
 
     def _follow(self, *, looks: bool = True) -> bool:
         """Watch again if parameters were moved, frozen, unfrozen or initialised.

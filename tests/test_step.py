@@ -14,14 +14,15 @@ CTX = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
-def test_a_batch_tells_what_came_of_it(arrays):
+@pytest.mark.parametrize("micro_steps, shards", [(1, [3, 2, 2]), (2, [2, 1, 1, 1, 1, 1])])
+def test_a_batch_tells_what_came_of_it(micro_steps, shards, arrays):
     net = small_net(CTX)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    X, y = small_batches([5])[0]
-    batch = mgpu.train_batch(net, LOSS, trainer, X, y)
-    assert batch.num_examples == 5
-    assert [output.shape for output in batch.outputs] == [(2, 3), (2, 3), (1, 3)]
-    assert [loss.context for loss in batch.losses] == CTX
+    X, y = small_batches([7])[0]
+    batch = mgpu.train_batch(net, LOSS, trainer, X, y, micro_steps=micro_steps)
+    assert batch.num_examples == 7
+    assert [output.shape for output in batch.outputs] == [(size, 3) for size in shards]
+    assert [loss.context for loss in batch.losses] == CTX * micro_steps
     np.testing.assert_array_equal(np.concatenate([label.asnumpy() for label in batch.labels]), y)
 
 
@@ -117,17 +118,6 @@ def test_a_layer_that_no_batch_reaches_costs_one_look():
         mgpu.train_batch(net, loss, trainer, X, X[:, :1], ignore_stale_grad=True)
     assert Lazy.predicted == 2
     assert mgpu.data_parallel.replica_difference(net[0]) == 0.0
-
-
-def test_a_batch_in_parts_tells_what_came_of_all(arrays):
-    net = small_net(CTX)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    X, y = small_batches([7])[0]
-    batch = mgpu.train_batch(net, LOSS, trainer, X, y, micro_steps=2)
-    assert batch.num_examples == 7
-    assert [output.shape for output in batch.outputs] == [(2, 3), (1, 3), (1, 3), (1, 3), (1, 3), (1, 3)]
-    assert [loss.context for loss in batch.losses] == CTX * 2
-    np.testing.assert_array_equal(np.concatenate([label.asnumpy() for label in batch.labels]), y)
 
 
 @pytest.mark.parametrize(

@@ -28,34 +28,31 @@ def reference(batches, optimizer, np_arrays):
     return weights_of(gluon_loop(small_net([mx.cpu(0)]), *OPTIMIZERS[optimizer], small_batches(BATCHES[batches])))
 
 
+def assert_hidden(num_devices, batches, optimizer, arrays, *, hybridize="plain", atol=1e-5, **options):
+    """Train on so many devices: the weights are those of the loop on one."""
+    net = small_net([mx.cpu(i) for i in range(num_devices)], hybridize=HYBRIDIZE[hybridize])
+    trainer = mgpu.Trainer(net, *OPTIMIZERS[optimizer])
+    for X, y in small_batches(BATCHES[batches]):
+        mgpu.train_batch(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, X, y, **options)
+    assert mgpu.data_parallel.replica_difference(net) == 0.0
+    assert largest_difference(weights_of(net), reference(batches, optimizer, arrays is mx.np)) <= atol
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("hybridize", HYBRIDIZE)
 @pytest.mark.parametrize("batches", BATCHES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("num_devices", [2, 3, 8])
 def test_devices_do_not_show_in_the_weights(num_devices, optimizer, batches, hybridize, arrays):
-    ctx = [mx.cpu(i) for i in range(num_devices)]
-    loss = gluon.loss.SoftmaxCrossEntropyLoss()
-    net = small_net(ctx, hybridize=HYBRIDIZE[hybridize])
-    trainer = mgpu.Trainer(net, *OPTIMIZERS[optimizer])
-    for X, y in small_batches(BATCHES[batches]):
-        mgpu.train_batch(net, loss, trainer, X, y)
-    assert mgpu.data_parallel.replica_difference(net) == 0.0
-    assert largest_difference(weights_of(net), reference(batches, optimizer, arrays is mx.np)) <= 1e-5
+    assert_hidden(num_devices, batches, optimizer, arrays, hybridize=hybridize)
 
 
 @pytest.mark.parametrize("weights", [[1, 1, 2], [0, 3, 1]])
 def test_weighted_shards_do_not_show(weights, arrays):
-    ctx = [mx.cpu(i) for i in range(3)]
-    net = small_net(ctx)
-    trainer = mgpu.Trainer(net, *OPTIMIZERS["momentum"])
-
     def split(X, y, devices):
         return mgpu.split_batch(X, y, devices, weights=weights)
 
-    for X, y in small_batches(BATCHES["uneven"]):
-        mgpu.train_batch(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, X, y, split_f=split)
-    assert largest_difference(weights_of(net), reference("uneven", "momentum", arrays is mx.np)) <= 1e-5
+    assert_hidden(3, "uneven", "momentum", arrays, split_f=split)
 
 
 @pytest.mark.each_value
@@ -64,10 +61,4 @@ def test_weighted_shards_do_not_show(weights, arrays):
 @pytest.mark.parametrize("num_devices", [1, 3, 8])
 def test_micro_steps_do_not_show(num_devices, optimizer, hybridize, arrays):
     """Uneven batches in 3 uneven parts, some of which leave devices without data."""
-    ctx = [mx.cpu(i) for i in range(num_devices)]
-    net = small_net(ctx, hybridize=HYBRIDIZE[hybridize])
-    trainer = mgpu.Trainer(net, *OPTIMIZERS[optimizer])
-    for X, y in small_batches(BATCHES["uneven"]):
-        mgpu.train_batch(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, X, y, micro_steps=3)
-    assert mgpu.data_parallel.replica_difference(net) == 0.0
-    assert largest_difference(weights_of(net), reference("uneven", optimizer, arrays is mx.np)) <= 1e-6
+    assert_hidden(num_devices, "uneven", optimizer, arrays, hybridize=hybridize, atol=1e-6, micro_steps=3)

@@ -67,8 +67,7 @@ class VirtualPasses(Passes):
         assert tree is not None, "the trainer has virtual shards"
         virtual = tree.virtual
         buffers = trainer.current_slabs()
-        gradients = tree.use(buffers)
-        virtual.draw_base()
+        gradients = tree.begin(buffers)
         stats = self._stats_of(contexts, buffers)
         if not Xs:
             empty_pass(trainer.gradients)

@@ -208,8 +208,7 @@ class Trainer(gluon.Trainer):
         if self.virtual_shards == number:
             return
         check_virtual(self)
-        tree = TreeSum(VirtualShards(number, self.contexts))
-        self._sum = self.tree = tree
+        self._sum = self.tree = TreeSum(VirtualShards(number, self.contexts))
 
     @property
     def contexts(self) -> List[Context]:

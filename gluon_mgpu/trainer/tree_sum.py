@@ -128,7 +128,7 @@ class VirtualShards:
     Attributes
     ----------
     base : int, optional
-        The seeds of a run are derived from it.
+        The seeds of a run are derived from it. The first batch draws it.
     batches : int
         Batches so far.
     """
@@ -155,11 +155,6 @@ class VirtualShards:
                     "use_devices(..., one_thread=True), or set OMP_NUM_THREADS=1 before the program starts."
                 )
         self.contexts = list(contexts)
-
-    def draw_base(self) -> None:
-        """Draw the number from which the run's seeds are derived, if that was not done yet."""
-        if self.base is None:
-            self.base = draw_base(self.contexts[0])
 
     def seed_of(self, shard: int) -> int:
         """Return the seed of a virtual shard of the current batch; `number` stands for what comes after the batch."""
@@ -199,8 +194,10 @@ class TreeSum(Sum):
         self._latest: Optional[List[Slab]] = None
         self._targets: List[List[Array]] = []  # the gradients of each device
 
-    def use(self, slabs: List[Slab]) -> List[List[Array]]:
-        """Let the sums be those of these gradients, and return them: a list for each device."""
+    def begin(self, slabs: List[Slab]) -> List[List[Array]]:
+        """Begin a batch with gradients in these slabs, and return their arrays: a list for each device."""
+        if self.virtual.base is None:
+            self.virtual.base = draw_base(self._contexts[0])
         self._nodes = [[] for _ in self._contexts]  # without those of a batch that an exception has stopped
         if slabs is not self._latest:  # frozen or thawed since, for example
             if self._total is not None:

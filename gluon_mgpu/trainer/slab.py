@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Dict, Iterator, List, MutableMapping, Optional, Sequence, Set, Tuple
+from typing import Dict, List, MutableMapping, Optional, Sequence, Set, Tuple
 from weakref import WeakKeyDictionary
 
 import mxnet as mx
@@ -230,16 +230,9 @@ def forget_graphs(placed: Set[int]) -> bool:
 
 def _compiled_blocks() -> List[gluon.HybridBlock]:
     """Return the blocks of this process that have graphs now."""
-    kinds = set(_subclasses(gluon.HybridBlock))
     gc.unfreeze()  # get_objects() does not list frozen objects
-    return [thing for thing in gc.get_objects() if type(thing) in kinds and getattr(thing, "_cached_op", None) is not None]
-
-
-def _subclasses(kind: type) -> Iterator[type]:
-    yield kind
-    known: List[type] = kind.__subclasses__()
-    for one in known:
-        yield from _subclasses(one)
+    blocks = [thing for thing in gc.get_objects() if issubclass(type(thing), gluon.HybridBlock)]  # calls nothing of the things
+    return [block for block in blocks if getattr(block, "_cached_op", None) is not None]
 
 
 def slabs_of(params: Sequence[gluon.Parameter], indices: Sequence[int], contexts: Sequence[Context]) -> List[Slab]:

@@ -14,21 +14,11 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from .conftest import largest_difference, weights_of
+from .worlds import devices as devices
 
 CPU = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
 ADAM = ("adam", {"learning_rate": 0.01})
 MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01})
-
-
-@pytest.fixture
-def several():
-    return CPU
-
-
-@pytest.fixture(params=[1, 3])
-def devices(request):
-    """1 and 3 CPU contexts."""
-    return [mx.cpu(i) for i in range(request.param)]
 
 
 def dense(ctx, seed=0, units=1, in_units=3):
@@ -95,50 +85,50 @@ def assert_refused(call, told, error=TrainerError):
 
 
 @form
-def test_a_generators_pass_does_not_count_for_the_discriminator(backward, several):
+def test_a_generators_pass_does_not_count_for_the_discriminator(backward):
     """The generator's pass leaves gradients in the discriminator, on devices that the next batch may not reach."""
     found = []
-    for devices in (CPU[:1], several):
-        generator, discriminator = dense(devices, 1, units=3), dense(devices, 2)
-        kind = gluon.Trainer if devices is not several else mgpu.Trainer
+    for ctx in (CPU[:1], CPU):
+        generator, discriminator = dense(ctx, 1, units=3), dense(ctx, 2)
+        kind = gluon.Trainer if ctx is not CPU else mgpu.Trainer
         trainers = [kind(net.collect_params(), *MOMENTUM) for net in (generator, discriminator)]
-        go_back = autograd.backward if devices is not several else backward
+        go_back = autograd.backward if ctx is not CPU else backward
         for step, size in enumerate((6, 1, 4, 1)):
-            go_back(losses_of(through(generator, discriminator), data(step, 6), devices))
+            go_back(losses_of(through(generator, discriminator), data(step, 6), ctx))
             trainers[0].step(6)
-            go_back(losses_of(discriminator, data(10 + step, size), devices))
-            if devices is several and backward is not mgpu.backward and size < len(devices):
+            go_back(losses_of(discriminator, data(10 + step, size), ctx))
+            if ctx is CPU and backward is not mgpu.backward and size < len(ctx):
                 assert_refused(partial(trainers[1].step, size), r"several backward passes.*mgpu\.backward")
                 trainers[1].discard()
-                mgpu.backward(losses_of(discriminator, data(10 + step, size), devices))
+                mgpu.backward(losses_of(discriminator, data(10 + step, size), ctx))
             trainers[1].step(size)
         found.append(weights_of(generator) + weights_of(discriminator))
     assert largest_difference(*found) <= 1e-6
 
 
 @pytest.mark.parametrize("form_of_loop", [name for name in FORMS if name != "mgpu.backward"])
-def test_a_batch_left_out_of_a_loop_over_losses_has_to_be_discarded(form_of_loop, several):
+def test_a_batch_left_out_of_a_loop_over_losses_has_to_be_discarded(form_of_loop):
     """A batch with fewer examples than devices comes next. Its split shows that a device has a gradient of another batch."""
-    net = dense(several)
+    net = dense(CPU)
     trainer = mgpu.Trainer(net, *MOMENTUM)
     before = weights_of(net)
-    FORMS[form_of_loop](losses_of(net, data(1, 6), several))
-    FORMS[form_of_loop](losses_of(net, data(2, 1), several))
+    FORMS[form_of_loop](losses_of(net, data(1, 6), CPU))
+    FORMS[form_of_loop](losses_of(net, data(2, 1), CPU))
     mgpu.predict(net, [data(3, 6)])  # its splits are not those of the loop
     assert_refused(lambda: trainer.step(1), r"several backward passes.*mgpu\.backward.*discard\(\)")
     assert largest_difference(before, weights_of(net)) == 0.0
     trainer.discard()
-    one_by_one(losses_of(net, data(2, 1), several))
+    one_by_one(losses_of(net, data(2, 1), CPU))
     trainer.step(1)
     assert largest_difference(weights_of(net), on_one_device([(data(2, 1), True)])) <= 1e-6
 
 
-def test_another_batch_between_a_small_one_and_its_step(several):
+def test_another_batch_between_a_small_one_and_its_step():
     """The split of the other network's batch does not hide that a device holds a gradient of an earlier batch."""
-    nets = [dense(several, seed) for seed in (1, 2)]
+    nets = [dense(CPU, seed) for seed in (1, 2)]
     trainers = [mgpu.Trainer(net, *MOMENTUM) for net in nets]
-    one_by_one(losses_of(nets[0], data(1, 6), several))
-    one_by_one(losses_of(nets[0], data(2, 1), several))
+    one_by_one(losses_of(nets[0], data(1, 6), CPU))
+    one_by_one(losses_of(nets[0], data(2, 1), CPU))
     mgpu.train_batch(nets[1], lambda out, y: (out**2).sum(axis=1), trainers[1], data(3, 6), data(3, 6))
     assert_refused(lambda: trainers[0].step(1), r"mgpu\.backward")
 
@@ -146,10 +136,12 @@ def test_another_batch_between_a_small_one_and_its_step(several):
 class Chosen(gluon.Block):
     """A trunk, and two layers of which each device uses one."""
 
-    def __init__(self):
+    def __init__(self, devices):
         super().__init__()
         self.trunk, self.layers = nn.Dense(3, in_units=3), nn.Sequential()
         self.layers.add(nn.Dense(1, in_units=3), nn.Dense(1, in_units=3))
+        mx.random.seed(3)
+        self.initialize(mx.init.Normal(0.5), ctx=devices)
 
     def forward(self, x, which):
         return self.layers[which](self.trunk(x))
@@ -175,18 +167,16 @@ def test_train_batch_leaves_layers_alone_that_only_an_earlier_pass_reached(devic
     assert largest_difference(weights_of(net), weights_of(alone)) == 0.0
 
 
-def test_layers_that_only_some_devices_use(several):
+def test_layers_that_only_some_devices_use():
     """Full batches reach every device, but a layer on another one than the batch before, which was left out."""
     found = []
-    for devices in (CPU[:1], several):
-        net = Chosen()
-        mx.random.seed(3)
-        net.initialize(mx.init.Normal(0.5), ctx=devices)
-        trainer = (gluon.Trainer if devices is not several else mgpu.Trainer)(net.collect_params(), *MOMENTUM)
+    for ctx in (CPU[:1], CPU):
+        net = Chosen(ctx)
+        trainer = (gluon.Trainer if ctx is not CPU else mgpu.Trainer)(net.collect_params(), *MOMENTUM)
         for step, has_step in enumerate((True, False, True, False, True)):
-            Xs, _ = mgpu.split_batch(data(step, 6), np.zeros(6), several)
+            Xs, _ = mgpu.split_batch(data(step, 6), np.zeros(6), CPU)
             with autograd.record():
-                used = [(x.as_in_context(devices[i % len(devices)]), int((i + step) % 3 == 0)) for i, x in enumerate(Xs)]
+                used = [(x.as_in_context(ctx[i % len(ctx)]), int((i + step) % 3 == 0)) for i, x in enumerate(Xs)]
                 losses = [(net(x, which) ** 2).sum() for x, which in used]
             mgpu.backward(losses)
             if has_step:
@@ -195,38 +185,36 @@ def test_layers_that_only_some_devices_use(several):
     assert largest_difference(*found) <= 1e-6
 
 
-def test_two_losses_may_leave_gradients_of_different_passes(several):
+def test_two_losses_may_leave_gradients_of_different_passes():
     """Of each parameter, the last pass that wrote it counts: the trunk has the second loss's, the first head its own."""
     found = []
-    for devices in (CPU[:1], several):
-        net = Chosen()
-        mx.random.seed(3)
-        net.initialize(mx.init.Normal(0.5), ctx=devices)
-        trainer = (gluon.Trainer if devices is not several else mgpu.Trainer)(net.collect_params(), *MOMENTUM)
-        go_back = mgpu.backward if devices is several else autograd.backward
+    for ctx in (CPU[:1], CPU):
+        net = Chosen(ctx)
+        trainer = (gluon.Trainer if ctx is not CPU else mgpu.Trainer)(net.collect_params(), *MOMENTUM)
+        go_back = mgpu.backward if ctx is CPU else autograd.backward
         for sizes in ((6, 6), (6, 1), (1, 6)):
             for which, size in enumerate(sizes):
-                go_back(losses_of(lambda x, net=net, which=which: net(x, which), data(size + which, size), devices))
+                go_back(losses_of(lambda x, net=net, which=which: net(x, which), data(size + which, size), ctx))
             trainer.step(6)
         found.append(weights_of(net))
     assert largest_difference(*found) <= 1e-6
 
 
-def test_one_call_of_backward_per_device_is_refused(several):
-    net = dense(several)
+def test_one_call_of_backward_per_device_is_refused():
+    net = dense(CPU)
     trainer = mgpu.Trainer(net, *MOMENTUM)
-    for loss in losses_of(net, data(1, 6), several):
+    for loss in losses_of(net, data(1, 6), CPU):
         mgpu.backward([loss])
     assert_refused(lambda: trainer.step(6), "several backward passes")
-    mgpu.backward(losses_of(net, data(1, 6), several))
+    mgpu.backward(losses_of(net, data(1, 6), CPU))
     trainer.step(6)
     assert largest_difference(weights_of(net), on_one_device([(data(1, 6), True)])) <= 1e-6
 
 
-def test_each_device_may_have_a_thread_of_its_own(several):
+def test_each_device_may_have_a_thread_of_its_own():
     """GluonNLP's and GluonCV's `Parallel`: a thread for each device records and goes backward, at the same time as the others."""
     passes = [(data(seed, size), True) for seed, size in enumerate([6, 1, 5, 2, 3] * 12)]
-    net = dense(several)
+    net = dense(CPU)
     trainer = mgpu.Trainer(net, *MOMENTUM)
 
     def go_back(x):
@@ -234,16 +222,16 @@ def test_each_device_may_have_a_thread_of_its_own(several):
             loss = (net(x) ** 2).sum()
         loss.backward()
 
-    with ThreadPoolExecutor(len(several)) as threads:
+    with ThreadPoolExecutor(len(CPU)) as threads:
         for X, _ in passes:
-            Xs, _ = mgpu.split_batch(X, X, several)
+            Xs, _ = mgpu.split_batch(X, X, CPU)
             list(threads.map(go_back, Xs))
             trainer.step(len(X))
     assert largest_difference(weights_of(net), on_one_device(passes)) <= 1e-5
 
 
-def test_gradients_that_are_returned_are_no_pass(several):
-    net = dense(several)
+def test_gradients_that_are_returned_are_no_pass():
+    net = dense(CPU)
     trainer = mgpu.Trainer(net, *MOMENTUM)
     x = mx.nd.array(data(1, 1))
     x.attach_grad()
@@ -253,12 +241,12 @@ def test_gradients_that_are_returned_are_no_pass(several):
     assert_refused(lambda: trainer.step(1), "no gradient", StaleGradientError)
 
 
-def test_batches_that_are_split_ahead(several):
+def test_batches_that_are_split_ahead():
     """The last batch, which does not reach all devices, is split while those before it are trained on."""
-    net = dense(several)
+    net = dense(CPU)
     trainer = mgpu.Trainer(net, *MOMENTUM)
     batches = [data(seed, size) for seed, size in ((1, 6), (2, 6), (3, 1))]
-    for Xs, _ in mgpu.prefetch([(X, X) for X in batches], several):
+    for Xs, _ in mgpu.prefetch([(X, X) for X in batches], CPU):
         with autograd.record():
             losses = [(net(x) ** 2).sum() for x in Xs]
         one_by_one(losses)
@@ -266,40 +254,40 @@ def test_batches_that_are_split_ahead(several):
     assert largest_difference(weights_of(net), on_one_device([(X, True) for X in batches])) <= 1e-6
 
 
-def test_flags_look_as_mxnet_has_set_them(several):
+def test_flags_look_as_mxnet_has_set_them():
     """A Gluon trainer, or a script, may look at them: they are cleared only while a pass runs."""
-    nets = [dense(several, seed) for seed in (1, 2)]
+    nets = [dense(CPU, seed) for seed in (1, 2)]
     trainers = [mgpu.Trainer(net, *MOMENTUM) for net in nets]
     for net in nets:
-        mgpu.backward(losses_of(net, data(1, 6), several))
-    assert all(net.weight.data(context)._fresh_grad for net in nets for context in several)
+        mgpu.backward(losses_of(net, data(1, 6), CPU))
+    assert all(net.weight.data(context)._fresh_grad for net in nets for context in CPU)
     trainers[0].step(6)
-    assert [net.weight.data(several[0])._fresh_grad for net in nets] == [0, 1]
+    assert [net.weight.data(CPU[0])._fresh_grad for net in nets] == [0, 1]
 
 
-def test_gradients_older_than_a_pass_without_data_do_not_count(several, monkeypatch):
+def test_gradients_older_than_a_pass_without_data_do_not_count(monkeypatch):
     """A process of several that gets no part of a batch makes no pass: its gradients are of the batch before."""
     monkeypatch.setattr(gradients, "_all", [])  # no trainers of other tests
-    net = dense(several)
+    net = dense(CPU)
     trainer = mgpu.Trainer(net, *MOMENTUM)
-    mgpu.backward(losses_of(net, data(1, 6), several))
+    mgpu.backward(losses_of(net, data(1, 6), CPU))
     empty_pass()
     assert_refused(lambda: trainer.step(6), "no gradient", StaleGradientError)
 
 
-def test_whose_pass_was_without_data_may_be_unknown(several):
+def test_whose_pass_was_without_data_may_be_unknown():
     """Of two networks: unless a step came between, whose passes are then of the batch before."""
-    nets = [dense(several, seed) for seed in (1, 2)]
+    nets = [dense(CPU, seed) for seed in (1, 2)]
     trainers = [mgpu.Trainer(net, *MOMENTUM) for net in nets]
-    mgpu.backward(losses_of(nets[0], data(1, 6), several))
+    mgpu.backward(losses_of(nets[0], data(1, 6), CPU))
     empty_pass()
     assert_refused(lambda: trainers[0].step(6), "several passes before a step", ModesError)
     trainers[0].discard()
-    mgpu.backward(losses_of(through(nets[1], lambda out: nets[0](mx.nd.tile(out, (1, 3)))), data(1, 6), several))
+    mgpu.backward(losses_of(through(nets[1], lambda out: nets[0](mx.nd.tile(out, (1, 3)))), data(1, 6), CPU))
     trainers[1].step(6)
     empty_pass()
     assert_refused(lambda: trainers[0].step(6), "no gradient", StaleGradientError)
-    mgpu.backward(losses_of(nets[0], data(1, 6), several))
+    mgpu.backward(losses_of(nets[0], data(1, 6), CPU))
     trainers[0].step(6)
 
 
@@ -341,22 +329,22 @@ def test_another_trainers_step_inside_a_group(devices):
 
 
 @pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM], ids=["momentum", "adam"])
-def test_a_sparse_gradient_of_an_idle_device_has_no_rows(optimizer, several):
+def test_a_sparse_gradient_of_an_idle_device_has_no_rows(optimizer):
     """Lazy optimizers move the rows that a gradient has: a gradient of zeros with all rows would move the whole table."""
     batches = [np.array(words, "float32") for words in ([1, 2, 3, 3], [4], [1], [5, 6])]
     found = []
-    for devices in (CPU[:1], several):
+    for ctx in (CPU[:1], CPU):
         net = nn.Embedding(50, 4, sparse_grad=True)
         mx.random.seed(2)
-        net.initialize(mx.init.Normal(0.5), ctx=devices)
-        trainer = (gluon.Trainer if devices is not several else mgpu.Trainer)(net.collect_params(), *optimizer)
-        untouched = net.weight.data(devices[0]).asnumpy()[7:]
+        net.initialize(mx.init.Normal(0.5), ctx=ctx)
+        trainer = (gluon.Trainer if ctx is not CPU else mgpu.Trainer)(net.collect_params(), *optimizer)
+        untouched = net.weight.data(ctx[0]).asnumpy()[7:]
         for X in batches:
-            autograd.backward(losses_of(net, X, devices))
+            autograd.backward(losses_of(net, X, ctx))
             trainer.step(len(X))
             for gradient in net.weight.list_grad():
                 assert gradient.data.shape[0] == len(set(X))
-        np.testing.assert_array_equal(net.weight.data(devices[0]).asnumpy()[7:], untouched)
+        np.testing.assert_array_equal(net.weight.data(ctx[0]).asnumpy()[7:], untouched)
         found.append(weights_of(net))
     assert largest_difference(*found) <= 1e-6
 
@@ -419,11 +407,11 @@ def test_a_compiled_step_uses_the_gradients_of_shared_parameters():
         assert_refused(partial(trainer.step, 4), "no gradient", StaleGradientError)
 
 
-def test_compiled_steps_read_no_flags_and_refuse_those_they_find_later(several, monkeypatch):
-    net, L2 = dense(several), gluon.loss.L2Loss()
+def test_compiled_steps_read_no_flags_and_refuse_those_they_find_later(monkeypatch):
+    net, L2 = dense(CPU), gluon.loss.L2Loss()
     trainer = mgpu.Trainer(net, *MOMENTUM)
     step = mgpu.compile_step(net, L2, trainer)
-    by_hand = partial(losses_of, net, data(0, 6), several)
+    by_hand = partial(losses_of, net, data(0, 6), CPU)
     autograd.backward(by_hand())
     step(data(0, 6), data(1, 6, width=1))
     with monkeypatch.context() as patched:
@@ -441,36 +429,36 @@ def test_compiled_steps_read_no_flags_and_refuse_those_they_find_later(several, 
 
 
 @pytest.mark.parametrize("change", ["an unrelated trainer", "another trainer", "frozen"])
-def test_flags_older_than_compiled_steps_stay_unknown(change, several):
+def test_flags_older_than_compiled_steps_stay_unknown(change):
     net, batch = nn.HybridSequential(), (data(0, 6), data(1, 6, width=1))
-    net.add(dense(several, units=3), dense(several))
-    trainer, other = mgpu.Trainer(net, *MOMENTUM), dense(several)
+    net.add(dense(CPU, units=3), dense(CPU))
+    trainer, other = mgpu.Trainer(net, *MOMENTUM), dense(CPU)
     step = mgpu.compile_step(net, gluon.loss.L2Loss(), trainer)
     for _ in range(2):
         step(*batch)
-        autograd.backward(losses_of(net, data(0, 6), several))
+        autograd.backward(losses_of(net, data(0, 6), CPU))
     mgpu.compile_step(other, gluon.loss.L2Loss(), mgpu.Trainer(other, *MOMENTUM))(*batch)
     step(*batch)
     if change == "frozen":
         net[0].collect_params().setattr("grad_req", "null")
-    changed = mgpu.Trainer(net if change == "another trainer" else dense(several), *MOMENTUM)
+    changed = mgpu.Trainer(net if change == "another trainer" else dense(CPU), *MOMENTUM)
     stepping = changed if change == "another trainer" else trainer
     assert_refused(partial(stepping.step, 6, ignore_stale_grad=True), "compile_step", ModesError)
 
 
-def test_compiled_micro_steps_do_not_mind_a_look_at_gradients(several):
-    net, batch = dense(several), (data(0, 6), data(1, 6, width=1))
+def test_compiled_micro_steps_do_not_mind_a_look_at_gradients():
+    net, batch = dense(CPU), (data(0, 6), data(1, 6, width=1))
     trainer = mgpu.Trainer(net, *MOMENTUM)
     for _ in range(3):
         mgpu.compile_step(net, gluon.loss.L2Loss(), trainer, micro_steps=2)(*batch)
-        autograd.backward(losses_of(net, data(0, 6), several))
+        autograd.backward(losses_of(net, data(0, 6), CPU))
     assert trainer.optimizer.num_update == 3
 
 
 @pytest.mark.parametrize("parts", ["micro_steps", "virtual_shards", "micro_batches"])
-def test_parts_of_a_batch_leave_another_trainer_only_the_last_ones_gradients(parts, several):
+def test_parts_of_a_batch_leave_another_trainer_only_the_last_ones_gradients(parts):
     is_pipeline = parts == "micro_batches"
-    blocks = [dense(CPU[:1] if is_pipeline else several, 1, units=3), dense(several[:1] if is_pipeline else several, 2)]
+    blocks = [dense(CPU[:1] if is_pipeline else CPU, 1, units=3), dense(CPU[:1] if is_pipeline else CPU, 2)]
     net = nn.Sequential()
     net.add(*blocks)
     net = mgpu.Pipeline(blocks, CPU[:2], micro_batches=2) if is_pipeline else net
@@ -480,26 +468,26 @@ def test_parts_of_a_batch_leave_another_trainer_only_the_last_ones_gradients(par
     mgpu.train_batch(net, loss, first, *batch, micro_steps=2 if parts == "micro_steps" else 1)
     assert_refused(partial(second.step, 6), "the parts of a batch of another trainer.*discard")
     if not is_pipeline:  # another pass replaces them
-        autograd.backward(losses_of(net, batch[0], several))
+        autograd.backward(losses_of(net, batch[0], CPU))
         second.step(6)
 
 
-def test_a_gradient_is_used_once_by_trainers_that_share_it(several, monkeypatch):
+def test_a_gradient_is_used_once_by_trainers_that_share_it(monkeypatch):
     monkeypatch.setattr(gradients, "_all", [])  # no trainers of other tests
-    net = dense(several)
+    net = dense(CPU)
     first = mgpu.Trainer(net, *MOMENTUM)
-    mgpu.backward(losses_of(net, data(1, 6), several))
+    mgpu.backward(losses_of(net, data(1, 6), CPU))
     mgpu.Trainer(net, *MOMENTUM).step(6)
     assert_refused(partial(first.step, 6), "no gradient", StaleGradientError)
 
 
 @pytest.mark.parametrize("order", ["whole, part", "part, whole"])
-def test_train_batch_drops_gradients_that_another_trainer_shares(order, several):
+def test_train_batch_drops_gradients_that_another_trainer_shares(order):
     nets = {"whole": nn.Sequential()}
-    nets["whole"].add(dense(several, 1), dense(several, 2))
+    nets["whole"].add(dense(CPU, 1), dense(CPU, 2))
     nets["part"] = nets["whole"][1]
     trainers = {name: mgpu.Trainer(nets[name], *MOMENTUM) for name in order.split(", ")}
-    mgpu.backward(losses_of(lambda x: nets["whole"][0](x) + nets["part"](x), data(1, 6), several))
+    mgpu.backward(losses_of(lambda x: nets["whole"][0](x) + nets["part"](x), data(1, 6), CPU))
     before = weights_of(nets["part"])
     mgpu.train_batch(
         nets["whole"][0], gluon.loss.L2Loss(), trainers["whole"], data(2, 6), data(3, 6, width=1), ignore_stale_grad=True
@@ -507,10 +495,10 @@ def test_train_batch_drops_gradients_that_another_trainer_shares(order, several)
     assert largest_difference(before, weights_of(nets["part"])) == 0.0
 
 
-def test_running_sums_are_dropped_before_they_have_a_place(several):
-    net = dense(several, in_units=0)
+def test_running_sums_are_dropped_before_they_have_a_place():
+    net = dense(CPU, in_units=0)
     net.collect_params().setattr("grad_req", "add")
     trainer = mgpu.Trainer(net, *MOMENTUM)
-    mgpu.backward(losses_of(net, data(1, 6), several))
+    mgpu.backward(losses_of(net, data(1, 6), CPU))
     trainer.discard()
     assert all((gradient.asnumpy() == 0).all() for param in trainer.params for gradient in param.list_grad())

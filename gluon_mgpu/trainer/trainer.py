@@ -144,10 +144,10 @@ class Trainer(gluon.Trainer):
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         whole_number("Trainer", "bucket_bytes", bucket_bytes, high=2**63 - 1, advice="25 * 2**20 is usual.")
-        switches = {"measure_grad_norm": measure_grad_norm, "sharded_data": sharded_data}
-        switches.update(find_unused_parameters=find_unused_parameters, shard_optimizer=shard_optimizer)
-        for name, value in switches.items():
-            flag("Trainer", name, value)
+        flag("Trainer", "measure_grad_norm", measure_grad_norm)
+        flag("Trainer", "find_unused_parameters", find_unused_parameters)
+        flag("Trainer", "sharded_data", sharded_data)
+        flag("Trainer", "shard_optimizer", shard_optimizer)
         check_optimizer(optimizer, optimizer_params)
         needs_all = self.trains_apart or check_replicas_every is not None or group() is not None or store_type(kvstore) == "nccl"
         is_local = is_replicable(optimizer)

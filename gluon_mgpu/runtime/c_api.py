@@ -37,28 +37,28 @@ def unallocated(array: Array) -> Array:
 
 
 class PushPull:
-    """Sums over devices that a store computes in one call.
+    """A sum over devices that a store computes in one call.
 
     Parameters
     ----------
     store : mxnet.kvstore.KVStore
-    keys : list of int
-        Keys initialised in the store.
-    arrays : list of lists of NDArray
-        For each key, one array per device.
-    outputs : list of lists of NDArray
-        For each key, the arrays that get the sum.
+    key : int
+        Initialised in the store.
+    arrays : list of NDArray
+        One per device.
+    outputs : list of NDArray
+        The arrays that get the sum.
     priority : int
     """
 
-    def __init__(self, store: Any, keys: List[int], arrays: List[List[Array]], outputs: List[List[Array]], priority: int) -> None:
+    def __init__(self, store: Any, key: int, arrays: List[Array], outputs: List[Array], priority: int) -> None:
         self._kept = store, arrays, outputs
-        (ckeys, values, _), (targets, sums, _) = _ctype_key_value(keys, arrays), _ctype_key_value(keys, outputs)
+        (ckeys, values, _), (targets, sums, _) = _ctype_key_value(key, arrays), _ctype_key_value(key, outputs)
         numbers = mx_uint(len(ckeys)), ckeys, mx_uint(len(targets)), targets
         self._arguments = (store.handle, *numbers, values, sums, ctypes.c_int(priority))
 
     def run(self) -> None:
-        """Queue the sums."""
+        """Queue the sum."""
         if _LIB.MXKVStorePushPull(*self._arguments):
             check_call(-1)
 

@@ -99,7 +99,8 @@ class DeviceSum(Sum):
         Each waits only for the operations that write its slab: it runs while the backward pass fills the next slab.
         """
         if slabs is not self._latest:
-            self._calls = [self._prepared(slab, -place) for place, slab in enumerate(slabs) if len(slab.contexts) > 1]
+            several = [(slab, -place) for place, slab in enumerate(slabs) if len(slab.contexts) > 1]
+            self._calls = [self._prepared(slab, slab.gradients, slab.summed, priority) for slab, priority in several]
             self._latest = slabs
         for call in self._calls:
             call()
@@ -112,23 +113,16 @@ class DeviceSum(Sum):
         for call in self._shares:
             call()
 
-    def _prepared(self, slab: Slab, priority: int) -> Callable[[], None]:
-        """Return the sum of a slab."""
-        store, key = self._place_of(slab)
-        arguments = store, [key], [slab.gradients], [slab.summed], priority
-        is_dense = slab.gradients[0].stype == "default"
-        return PushPull(*arguments).run if is_dense else partial(_push_and_pull, *arguments)
-
     def _share(self, slab: Slab, owner: int) -> Callable[[], None]:
         """Return the copies of weights: the store copies a "sum" over one device to the others."""
-        store, key = self._place_of(slab)
-        others = slab.weights[:owner] + slab.weights[owner + 1 :]
-        return PushPull(store, [key], [[slab.weights[owner]]], [others], 0).run
+        return self._prepared(slab, [slab.weights[owner]], slab.weights[:owner] + slab.weights[owner + 1 :], 0)
 
-    def _place_of(self, slab: Slab) -> Tuple[mx.kvstore.KVStore, int]:
+    def _prepared(self, slab: Slab, arrays: List[Array], outputs: List[Array], priority: int) -> Callable[[], None]:
+        """Return the sum of arrays of a slab."""
         if slab.contexts not in self._stores:
             self._stores[slab.contexts] = _Store(self._name, slab.contexts)
-        return self._stores[slab.contexts].place_of(slab)
+        arguments = *self._stores[slab.contexts].place_of(slab), arrays, outputs, priority
+        return PushPull(*arguments).run if arrays[0].stype == "default" else partial(_push_and_pull, *arguments)
 
 
 class _Store:
@@ -152,12 +146,10 @@ class _Store:
         return self._kv, self._keys[known]
 
 
-def _push_and_pull(
-    kv: mx.kvstore.KVStore, keys: List[int], arrays: List[List[Array]], outputs: List[List[Array]], priority: int
-) -> None:
-    """Queue sums of sparse gradients, which take two calls of the store."""
-    kv.push(keys, arrays, priority=priority)
-    kv.pull(keys, outputs, priority=priority, ignore_sparse=False)
+def _push_and_pull(kv: mx.kvstore.KVStore, key: int, arrays: List[Array], outputs: List[Array], priority: int) -> None:
+    """Queue a sum of sparse gradients, which takes two calls of the store."""
+    kv.push(key, arrays, priority=priority)
+    kv.pull(key, outputs, priority=priority, ignore_sparse=False)
 
 
 class ProcessSum(Sum):

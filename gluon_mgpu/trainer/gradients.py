@@ -236,7 +236,6 @@ class Gradients:
 
     def has_running(self) -> bool:
         """Return whether the user lets gradients add up from step to step."""
-        self._follow()
         return bool(self._running_indices)
 
     def has_new(self) -> bool:

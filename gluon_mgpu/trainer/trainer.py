@@ -240,14 +240,13 @@ class Trainer(gluon.Trainer):
         return list(self._layout.params)
 
     def current_slabs(self) -> List[Slab]:
-        """Return the slabs of all trained parameters, where they are now, for virtual shards.
+        """Return the slabs of all trained parameters, for virtual shards. `train_batch` has put them into their places before.
 
         Raises
         ------
         ModesError
             Backward passes add to gradients instead of replacing them.
         """
-        self._layout.follow()
         if self.gradients.has_running():
             raise refusal("Trainer", "virtual_shards", "grad_req='add'")
         return self._layout.slabs

@@ -194,7 +194,20 @@ TRAIN = """
         history = mgpu.fit(net, loss, trainer, loader, loader, epochs=2, metrics=(), callbacks=[])
         rows = [{name: row[name] for name in ("train_loss", "test_loss")} for row in history.rows]
         return {"weights": [param.data(ctx[0]).asnumpy().tolist() for param in net.collect_params().values()], "rows": rows}
-    found["convolved"], found["translated"] = convolved(), translated()
+    def stacked():
+        # Networks share a layer, and have different numbers of running statistics.
+        head, X = gluon.nn.Dense(1, in_units=2), np.random.RandomState(0).normal(5, 2, (8, 2)).astype("float32")
+        head.initialize(init.One(), ctx=ctx)
+        trainer, norms = mgpu.Trainer(head, "sgd", virtual_shards=6), [gluon.nn.BatchNorm(in_channels=2) for _ in range(3)]
+        for own in (norms[:1], norms[1:]):
+            net = gluon.nn.Sequential()
+            for norm in own:
+                norm.initialize(ctx=ctx)
+            net.add(*own, head)
+            mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, X, np.zeros((8, 1)))
+        return {"weights": head.weight.data(ctx[0]).asnumpy().tolist(),
+                "rows": [norm.running_mean.data(ctx[0]).asnumpy().tolist() for norm in norms]}
+    found["convolved"], found["translated"], found["stacked"] = convolved(), translated(), stacked()
     tell(f"train on {num_devices}", **found)
 """
 

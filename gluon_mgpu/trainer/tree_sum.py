@@ -188,7 +188,8 @@ class TreeSum(Sum):
         self.virtual, self._contexts = virtual, virtual.contexts
         self._group: Optional[Group] = group()
         self._nodes: List[List[Node]] = [[] for _ in self._contexts]
-        self._slots: List[Tuple[List[Array], List[QueuedSum]]] = []  # arrays that are sent to all processes, and what sends them
+        # arrays that are sent to all processes, and what sends them; by the place of the part, and their shapes
+        self._slots: Dict[Tuple[object, ...], Tuple[List[Array], List[QueuedSum]]] = {}
         self._root: Optional[List[Array]] = None  # of the latest batch, on the first device
         self._total: Optional[List[Array]] = None  # of earlier batches of the same update
         self._latest: Optional[List[Slab]] = None
@@ -205,7 +206,7 @@ class TreeSum(Sum):
                 raise refusal("train_batch", "virtual_shards", "accumulated gradients", what)
             self._latest = slabs
             self._targets = [[slab.gradients[i].as_nd_ndarray() for slab in slabs] for i in range(len(self._contexts))]
-            self._slots = []
+            self._slots = {}
         return self._targets
 
     def add(self, number: int, replica: int, arrays: Sequence[Array]) -> None:
@@ -275,10 +276,11 @@ class TreeSum(Sum):
         own = {node.part: node for node in nodes}
         found: List[Node] = []
         for at, part in enumerate(parts):
-            if at == len(self._slots):
+            known = (at, *(one.shape for one in like))  # networks may have other running statistics
+            if known not in self._slots:
                 arrays = [mx.nd.empty(one.shape, ctx=self._contexts[0], dtype=one.dtype) for one in like]
-                self._slots.append((arrays, [processes.all_reduce([array]) for array in arrays]))
-            arrays, sums = self._slots[at]
+                self._slots[known] = arrays, [processes.all_reduce([array]) for array in arrays]
+            arrays, sums = self._slots[known]
             for i, array in enumerate(arrays):
                 if part in own:
                     own[part].arrays[i].copyto(array)

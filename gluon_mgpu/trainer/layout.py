@@ -12,7 +12,7 @@ from mxnet import Context, gluon
 from ..errors import TrainerError
 from ..nested import Array, num_bytes
 from .parameters import Params, blocks_of, check_initialised, named_params, spans_devices
-from .slab import Bucket, Slab, multipliers_of, one_each, place, place_of, slabs_of
+from .slab import Bucket, Slab, multipliers_of, place, place_of, slab_of, slabs_of
 
 _GRAD = attrgetter("_grad")
 
@@ -139,7 +139,7 @@ class Layout:
 
     def one_each(self, indices: Sequence[int]) -> List[Slab]:
         """Return one slab per parameter."""
-        return self._owned([one for i in indices for one in one_each(self.params, [i], self.contexts_of[i])])
+        return self._owned([slab_of(self.params[index], index, self.contexts_of[index]) for index in indices])
 
     def owner_of(self, index: int) -> Optional[int]:
         """Return the replica that updates a parameter, 0 if it was not chosen yet; None if all do."""

@@ -62,7 +62,7 @@ class Slab:
         The positions of its parameters in the network, in the order of memory; keys of their optimizer states.
     contexts : tuple of mxnet.Context
     weights, gradients : list of NDArray
-        One per context; of shape (size,), except for a single parameter: see `one_each`.
+        One per context; of shape (size,), except for a single parameter: see `slab_of`.
     bucket : Bucket or None
     begin, end : int
         The part of the bucket, in elements.
@@ -252,12 +252,12 @@ def slabs_of(params: Sequence[gluon.Parameter], indices: Sequence[int], contexts
         run.append((index, found))
     slabs = [_slab(run, contexts) for run in runs]
     slabs.sort(key=lambda slab: -slab.indices[-1])  # the slab that is full first is reduced first
-    return slabs + one_each(params, single, contexts)
+    return slabs + [slab_of(params[index], index, contexts) for index in single]
 
 
-def one_each(params: Sequence[gluon.Parameter], indices: Sequence[int], contexts: Sequence[Context]) -> List[Slab]:
-    """Return one slab per parameter, for parameters outside of buckets and for steps that leave some parameters out."""
-    return [Slab((index,), tuple(contexts), params[index]._data, _gradients_of(params[index])) for index in indices]
+def slab_of(param: gluon.Parameter, index: int, contexts: Sequence[Context]) -> Slab:
+    """Return a slab of one parameter, which is outside of buckets, or for a step that leaves others out."""
+    return Slab((index,), tuple(contexts), param._data, _gradients_of(param))
 
 
 def _gradients_of(param: gluon.Parameter) -> List[Array]:

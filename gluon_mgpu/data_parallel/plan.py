@@ -57,7 +57,7 @@ def form_of(data: Any) -> Optional[Hashable]:
         return data.shape, data.dtype
     if is_device_array(data):
         context = data.context
-        return type(data), data.shape, data.dtype, data.stype, context.device_typeid, context.device_id
+        return type(data), data.shape, data.dtype, context.device_typeid, context.device_id  # the type tells of sparse ones
     if data is None:
         return ()
     parts = []

@@ -237,3 +237,9 @@ def test_what_is_no_array_is_named_by_its_place():
         mgpu.split_and_load({"x": [np.zeros(4), "label"]}, CTX[:2])
     with pytest.raises(ValueError, match=r"got a tuple of 2 and a tuple of 3"):
         mgpu.split_and_load((np.zeros(4), np.zeros(4)), CTX[:2], batch_axis=(0, 0, 0))
+
+
+def test_weights_divide_each_processes_part(monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.data_parallel.sharding.process_shard", lambda: (1, 2))
+    shards = mgpu.split_and_load(np.arange(8), CTX[:2], weights=[1, 3])
+    assert [shard.asnumpy().tolist() for shard in shards] == [[4], [5, 6, 7]]

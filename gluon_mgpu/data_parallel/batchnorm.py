@@ -34,7 +34,7 @@ class SyncBatchNorm(_BatchNorm):
     All of it is recorded, so the gradient flows back the same way.
     """
 
-    _plain: type
+    plain: type  # its class before
     was_made = False  # whether this process has had a synchronised layer
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # also of copies and of pickled layers
@@ -160,7 +160,7 @@ def convert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
         _check_convertible(block)
     for block in blocks:
         if isinstance(block, _BatchNorm) and not isinstance(block, SyncBatchNorm) and not block._kwargs["use_global_stats"]:
-            block._plain, block.__class__ = type(block), SyncBatchNorm
+            block.plain, block.__class__ = type(block), SyncBatchNorm
             SyncBatchNorm.was_made = True
     for block in blocks:
         if isinstance(block, gluon.HybridBlock) and block._active and is_synchronised(block):
@@ -176,8 +176,8 @@ def revert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
     """
     for block in _blocks("revert_sync_batchnorm", net):
         if isinstance(block, SyncBatchNorm):
-            block.__class__ = block._plain
-            del block._plain
+            block.__class__ = block.plain
+            del block.plain
         if getattr(block, "_was_active", False):
             block._active = True
             del block._was_active

@@ -143,7 +143,7 @@ def in_plain_form(net: gluon.Block) -> Iterator[None]:
         if precision != "fp32":
             set_precision(net, "fp32")
         for layer in layers:
-            layer.__class__ = layer._plain
+            layer.__class__ = layer.plain
         yield
     finally:
         for layer in layers:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.data_parallel.graph import trace
 from gluon_mgpu.errors import DeviceError, StaleGradientError, TrainerError
-from gluon_mgpu.pipeline.schedule import SCHEDULES, plan
+from gluon_mgpu.pipeline.schedule import COSTS, SCHEDULES, simulate
 from gluon_mgpu.pipeline.split import _divide
 from gluon_mgpu.pipeline.stage import CutGraph
 from gluon_mgpu.runtime.device_threads import in_own_thread
@@ -446,7 +446,7 @@ def test_a_batch_that_fails_leaves_the_running_statistics():
 
 def most_held(planned, stage):
     """Of how many micro-batches a stage holds the activations, at most."""
-    changes = [1 if one.task.kind == "F" else -1 for one in planned if one.task.stage == stage]
+    changes = [1 if task.kind == "F" else -1 for _, task in planned if task.stage == stage]
     return max(accumulate(changes))
 
 
@@ -457,8 +457,8 @@ def test_every_schedule_runs_each_task_once_after_what_it_needs(num_stages, num_
         for stage in range(num_stages)
     ]
     devices = [data.draw(st.integers(0, num_stages - 1)) for _ in range(num_stages)]
-    planned = plan(sources, devices, num_micro_batches, schedule)
-    at = {(one.task.kind, one.task.stage, one.task.micro_batch): place for place, one in enumerate(planned)}
+    planned = simulate(sources, devices, num_micro_batches, schedule)
+    at = {(task.kind, task.stage, task.micro_batch): place for place, (_, task) in enumerate(planned)}
     assert len(at) == len(planned) == 2 * num_stages * num_micro_batches
     for (kind, stage, micro_batch), place in at.items():
         if kind == "F":
@@ -467,8 +467,8 @@ def test_every_schedule_runs_each_task_once_after_what_it_needs(num_stages, num_
             assert at["F", stage, micro_batch] < place
             assert all(at["B", other, micro_batch] < place for other in range(num_stages) if stage in sources[other])
     for device in set(devices):
-        own = [one for one in planned if one.device == device]
-        assert all(before.end <= after.begin for before, after in zip(own, own[1:])), "one task at a time"
+        own = [(begin, begin + COSTS[task.kind]) for begin, task in planned if devices[task.stage] == device]
+        assert all(before[1] <= after[0] for before, after in zip(own, own[1:])), "one task at a time"
     for stage in range(num_stages):
         most = num_stages - stage if schedule == "1f1b" else num_micro_batches
         assert most_held(planned, stage) <= most
@@ -477,8 +477,8 @@ def test_every_schedule_runs_each_task_once_after_what_it_needs(num_stages, num_
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_stages, num_micro_batches", [(2, 8), (4, 4), (4, 16)])
 def test_a_schedule_of_equal_stages_takes_the_least_time(num_stages, num_micro_batches, schedule):
-    planned = plan([[s - 1] if s else [] for s in range(num_stages)], list(range(num_stages)), num_micro_batches, schedule)
-    assert max(one.end for one in planned) == 3 * (num_micro_batches + num_stages - 1)
+    planned = simulate([[s - 1] if s else [] for s in range(num_stages)], list(range(num_stages)), num_micro_batches, schedule)
+    assert max(begin + COSTS[task.kind] for begin, task in planned) == 3 * (num_micro_batches + num_stages - 1)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -499,11 +499,11 @@ def test_devices_run_their_tasks_in_the_planned_order(schedule):
         mgpu.train_batch(model, CE, trainer, *data)
     finally:
         operations = recording.stop()
-    planned = plan([[], [0]], [0, 1], 6, schedule)
+    planned = simulate([[], [0]], [0, 1], 6, schedule)
     tasks = tasks_of(operations)
     for device in (0, 1):
         ran = [task for task in tasks if task.device == f"cpu({device})"]
-        assert [task.name for task in ran] == [str(one.task) for one in planned if one.device == device]
+        assert [task.name for task in ran] == [str(task) for _, task in planned if task.stage == device]
         assert all(before.end <= after.begin for before, after in zip(ran, ran[1:]))
     held = 0
     for name in [task.name for task in tasks if task.device == "cpu(0)"]:

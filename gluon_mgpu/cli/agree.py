@@ -64,12 +64,12 @@ def agree(context: click.Context, /, spec: Optional[str], network: str, bits: bo
         raise click.UsageError(f"got {network} without --bits; expected {' or '.join(_NETWORKS)}. Add --bits.")
     from ..data import load_digits
     from ..devices.select import resolve_devices, use_devices
-    from ..trainer.options import check_optimizer
+    from ..trainer.options import made_optimizer
     from ..tuning.agreement import AGREE, NETWORKS, Recipe, same_batch
     from ..tuning.same_bits import Training
     from ..tuning.workload import reference_of
 
-    check_optimizer(options["optimizer"], None)
+    made_optimizer(options["optimizer"], None)
     steps, batch_size, optimizer, lr = (options[name] for name in ("steps", "batch_size", "optimizer", "lr"))
     if bits:
         workload = network if network in _NETWORKS else reference_of("agree", network)

@@ -60,7 +60,7 @@ class Executor:
         settings = {"MXNET_SUBGRAPH_BACKEND": "default", "MXNET_SUBGRAPH_VERBOSE": "0"}  # the default backend changes nothing
         settings.update((_BULK_SIZES[name], str(size)) for name, size in graph.bulk_sizes.items() if name in _BULK_SIZES)
         with environment_with(settings):
-            self._bound: Any = bind() if graph.draws else in_own_thread(context, bind)
+            self._bound: mx.executor.Executor = bind() if graph.draws else in_own_thread(context, bind)
         self._handle, self._trains = self._bound.handle, ctypes.c_int(int(trains))
         self._targets = [one.handle for one in self.inputs]
         self._kind = mx.np.ndarray if mx.util.is_np_array() else mx.nd.NDArray
@@ -68,7 +68,7 @@ class Executor:
         self._outputs = [(one, creation(one.shape, context, one.dtype, delayed=True)) for one in outputs]
         self._copy = Copy()
         self._scale = 1.0
-        self._head: Any = mx.nd.ones_like(outputs[0])  # the gradient of the loss
+        self._head: Array = mx.nd.ones_like(outputs[0])  # the gradient of the loss
         self._heads = (ctypes.c_void_p * 1)(self._head.handle)
 
     def forward(self, inputs: Sequence[Array]) -> List[Array]:

@@ -46,7 +46,7 @@ class Graph:
         Whether its inputs are the features and the label as they come, one array each, and its output is one array.
     """
 
-    symbol: Any
+    symbol: mx.sym.Symbol
     inputs: List[str]
     params: Dict[str, gluon.Parameter]
     is_recurrent: bool

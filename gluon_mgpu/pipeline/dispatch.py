@@ -6,10 +6,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from operator import is_, itemgetter
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, Optional, Protocol, Sequence, Set, Tuple
 
 import mxnet as mx
-from mxnet import Context, MXNetError, autograd
+from mxnet import Context, MXNetError, autograd, gluon
 
 from ..checks import OF_WRONG_DATA, instance
 from ..data_parallel.batchnorm import is_synchronised
@@ -25,8 +25,24 @@ from ..runtime.profiler import Recording, task_mark
 from ..trainer.gradients import empty_pass, note_parts, one_pass
 from ..trainer.running_stats import StatsOfParts, is_running_stat, note_examples, statistics_slabs
 from ..trainer.trainer import Trainer
-from .schedule import Task, plan
-from .stage import NETWORK, Source, check_outputs, draws_numbers
+from .schedule import Task, simulate
+from .stage import NETWORK, Source, Stages, check_outputs, draws_numbers
+
+
+class Divided(Protocol):
+    """What the passes read of a `Pipeline`, whose docstring explains it."""
+
+    net: gluon.Block
+    stages: Stages
+    devices: List[List[Context]]
+    num_stages: int
+    num_parts: int
+    micro_batches: int
+    schedule: str
+    recompute: bool
+
+    def replica_of(self, context: Context) -> int:
+        """Return the number of the replica whose data are on a device."""
 
 
 @dataclass(eq=False)
@@ -86,7 +102,7 @@ class _Place:
         The stages that read its outputs; of a divided one, all its parts.
     """
 
-    def __init__(self, pipeline: Any, number: int, device: Context, former: Sequence[_Place]) -> None:
+    def __init__(self, pipeline: Divided, number: int, device: Context, former: Sequence[_Place]) -> None:
         self.stage, self.number, self.device = pipeline.stages[number], number, device
         part = number - pipeline.num_stages + pipeline.num_parts
         self.part = part if part >= 0 else None
@@ -94,7 +110,7 @@ class _Place:
         self.params = [param for param in params if param.grad_req != "null"]
         producers = [former[producer] for producer in pipeline.stages.producers(number)]
         self.trained = {place.number for place in producers if place.needs_backward}
-        self.needs_backward = bool(self.params or self.trained)
+        self.needs_backward: bool = bool(self.params or self.trained)
         self.recomputes = pipeline.recompute and self.needs_backward and self.part is None
         self.readers: List[_Place] = []
         for place in producers:
@@ -118,14 +134,14 @@ class PipelinePasses(Passes):
 
     notes_examples = True
 
-    def __init__(self, pipeline: Any, loss: Any, trainer: Optional[Trainer] = None) -> None:
+    def __init__(self, pipeline: Divided, loss: Any, trainer: Optional[Trainer] = None) -> None:
         super().__init__(pipeline, loss, trains=trainer is not None)
         self.pipeline, self._trainer = pipeline, trainer
         sources = [pipeline.stages.producers(stage) for stage in range(pipeline.num_stages)]
         # the tasks of so many micro-batches on one replica
-        self._plan = lru_cache(maxsize=None)(partial(plan, sources, pipeline.devices[0], schedule=pipeline.schedule))
+        self._simulate = lru_cache(maxsize=None)(partial(simulate, sources, pipeline.devices[0], schedule=pipeline.schedule))
         self._places: List[List[_Place]] = []  # by the replica
-        self._params = list(pipeline.collect_params().values())
+        self._params = list(pipeline.net.collect_params().values())
         self._known: List[Any] = []  # what the places depend on
         self._shares = False  # whether two stages on one device add to a parameter's gradient
         # of each micro-batch: its replica, and the examples of its parts, or [0] if it is not divided
@@ -172,7 +188,7 @@ class PipelinePasses(Passes):
         for one, seeds in zip(micro_batches, self._seeds()):  # a batch that is refused draws none
             one.seeds = seeds
         run = _Run(operation, self.pipeline, self._loss, scale)
-        planned = [(one.begin, replica, one.task) for replica, ones in own.items() for one in self._plan(len(ones))]
+        planned = [(begin, replica, task) for replica, ones in own.items() for begin, task in self._simulate(len(ones))]
         planned.sort(key=itemgetter(0, 1))
         places = self._prepared()
         adds = self.pipeline.micro_batches > 1 or self._shares
@@ -214,7 +230,7 @@ class PipelinePasses(Passes):
 class _Run:
     """The tasks of one batch."""
 
-    def __init__(self, operation: str, pipeline: Any, loss: Any, scale: float) -> None:
+    def __init__(self, operation: str, pipeline: Divided, loss: Any, scale: float) -> None:
         self._operation, self._pipeline, self._loss, self._scale = operation, pipeline, loss, scale
         self._last: Dict[Context, List[Array]] = {}  # what the latest task of each device writes
         # how far each of several micro-batches has moved running statistics, times its examples

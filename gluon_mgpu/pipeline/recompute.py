@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -156,20 +155,15 @@ class _Call:
             mx.random.seed(self._seed, self._context)
         with autograd.record(train_mode=self._is_training):
             found = [leaf for _, leaf in leaves(self._run(inputs))]
+            wanted = floats + self._weights
+            reached = [mx.nd.zeros_like(array.as_nd_ndarray()) for array in wanted]  # MXNet raises without a way to them
         heads = [(output, gradient) for output, gradient in zip(found, given) if is_float(output)]
-        wanted = floats + self._weights if heads else []
-        by_array: Dict[int, Array] = {}  # without those on which the outputs do not depend
-        while wanted:
-            outputs, gradients = map(list, zip(*heads))
-            try:
-                returned = autograd.grad(outputs, wanted, gradients, train_mode=self._is_training)
-                by_array = dict(zip(map(id, wanted), returned))
-                break
-            except mx.MXNetError as error:
-                unreached = re.search(r"the (\d+)-th variable because it is unreachable", str(error))
-                if unreached is None:
-                    raise
-                del wanted[int(unreached[1]) - 1]
+        heads += [(zeros, zeros) for zeros in reached]
+        if not wanted:
+            return [None] * len(inputs)
+        outputs, gradients = map(list, zip(*heads))
+        found = autograd.grad(outputs, wanted, gradients, train_mode=self._is_training)
+        by_array = dict(zip(map(id, wanted), found))
         return [by_array.get(id(array)) for array in (*inputs, *self._weights)]
 
     def _run(self, inputs: Sequence[Array]) -> Any:

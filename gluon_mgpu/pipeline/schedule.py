@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Dict, Hashable, List, Sequence
+from typing import Dict, Hashable, List, Sequence, Tuple
 
 SCHEDULES = ("1f1b", "gpipe")
-_COSTS = {"F": 1.0, "B": 2.0}  # a backward pass computes about twice as much as a forward pass
+COSTS = {"F": 1.0, "B": 2.0}  # a backward pass computes about twice as much as a forward pass
 
 
 @dataclass(frozen=True)
@@ -21,23 +21,13 @@ class Task:
         return f"{self.kind}{self.stage}.{self.micro_batch}"
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A task in a simulation: it begins and ends at these times, on this device."""
-
-    task: Task
-    device: Hashable
-    begin: float
-    end: float
-
-
-def plan(
+def simulate(
     sources: Sequence[Sequence[int]],
     devices: Sequence[Hashable],
     num_micro_batches: int,
     schedule: str = "1f1b",
-) -> List[Planned]:
-    """Simulate a schedule and return its tasks by the time at which they begin. Each device runs its tasks in this order.
+) -> List[Tuple[float, Task]]:
+    """Simulate a schedule and return its tasks, by the times at which they begin. Each device runs its tasks in this order.
 
     ```
     gpipe  device 0: F0 F0 F0 F0             B0 B0 B0 B0     all forward passes, then all backward passes: the activations of
@@ -58,7 +48,7 @@ def plan(
 
     Examples
     --------
-    >>> [str(one.task) for one in plan([[], [0]], [0, 1], 2)]
+    >>> [str(task) for _, task in simulate([[], [0]], [0, 1], 2)]
     ['F0.0', 'F1.0', 'F0.1', 'B1.0', 'B0.0', 'F1.1', 'B1.1', 'B0.1']
 
     Source: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", 2019; Narayanan et al.,
@@ -74,7 +64,7 @@ def plan(
     ends: Dict[Task, float] = {}
     started = {"F": [0] * num_stages, "B": [0] * num_stages}
     free = dict.fromkeys(devices, 0.0)
-    planned: List[Planned] = []
+    planned: List[Tuple[float, Task]] = []
 
     def needed(task: Task) -> List[Task]:
         if task.kind == "F":
@@ -99,8 +89,7 @@ def plan(
         ready = [one for stage in range(num_stages) for one in candidates(stage) if all(map(ends.__contains__, needed(one)))]
         # on a tie a backward pass comes first, and then the later stage: both free memory sooner
         begin, _, _, task = min((begin_of(one), one.kind, -one.stage, one) for one in ready)
-        end = begin + _COSTS[task.kind]
-        ends[task] = free[devices[task.stage]] = end
+        ends[task] = free[devices[task.stage]] = begin + COSTS[task.kind]
         started[task.kind][task.stage] += 1
-        planned.append(Planned(task, devices[task.stage], begin, end))
+        planned.append((begin, task))
     return planned

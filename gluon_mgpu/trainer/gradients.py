@@ -6,9 +6,10 @@ a batch with 2 shards                 1 1 1      1 1 0               1 1 0    de
 a parameter that it does not reach    1 1 1      0 0 0               1 1 1    still the gradient of the pass before
 ```
 
-A pass is a batch of `train_batch`, of a compiled step or of a pipeline, or one call of `mgpu.backward`. Plain loops call
-`autograd.backward` or `loss.backward()`: there the flags count as MXNet sets them, as in Gluon. Compiled steps know what they
-write, and look at no flag. One that is set after them may be older, so the step of a plain loop raises then.
+A pass is a batch of `train_batch`, of a compiled step or of a pipeline (with `micro_steps`, a part of one), or one call of
+`mgpu.backward`. Plain loops call `autograd.backward` or `loss.backward()`: there the flags count as MXNet sets them, as in Gluon.
+Compiled steps know what they write, and look at no flag. One that is set after them may be older, so the step of a plain loop
+raises then.
 """
 
 from __future__ import annotations
@@ -375,7 +376,7 @@ class Gradients:
         return self._all if self._is_full else self._flags.read()
 
     def begin_pass(self, own: Optional[Gradients]) -> Table:
-        """Clear flags, so that new ones show what the pass writes, and return the former ones; of the `own`, running sums."""
+        """Clear flags, so that new ones show what the pass writes. Return the former ones; of the `own`, only running sums."""
         self._is_lost = self._follow()  # the forward pass is over
         fresh = self.read()
         self._flags.put(fresh, False)

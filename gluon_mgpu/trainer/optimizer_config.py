@@ -32,7 +32,7 @@ def describe(optimizer: opt.Optimizer) -> Description:
     Raises
     ------
     StateError
-        A value is not a number, a text, or a list of them; or the optimizer holds sums of gradients.
+        A value is not a number, a text, or a list, tuple or dict of them; or the optimizer holds sums of gradients.
 
     Examples
     --------

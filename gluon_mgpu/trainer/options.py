@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any, Optional
 
 from mxnet import lr_scheduler
@@ -15,27 +14,29 @@ from ..refusals import refusal
 from .layout import Layout
 
 
-def check_optimizer(optimizer: Any, params: Any) -> None:
-    """Raise `TrainerError` for an unknown optimizer, or options that it does not take."""
+def made_optimizer(optimizer: Any, params: Any) -> opt.Optimizer:
+    """Return the optimizer of a name and its options, or itself; raise `TrainerError` for what MXNet does not know."""
     known = sorted({*opt.Optimizer.opt_registry} - {"test"})  # MXNet's own tests use that
     what = "a name or an mxnet.optimizer.Optimizer"
     instance("Trainer", "optimizer", optimizer, (str, opt.Optimizer), what, advice="Pass 'sgd'.")
-    if isinstance(optimizer, str):
+    is_made = isinstance(optimizer, opt.Optimizer)
+    if not is_made:
         one_of("Trainer", "optimizer", optimizer.lower(), known, advice="Or pass an mxnet.optimizer.Optimizer.")
-    if params is not None and (not isinstance(params, dict) or not all(isinstance(name, str) for name in params)):
+    options = {} if params is None else params
+    if not isinstance(options, dict) or not all(isinstance(name, str) for name in options) or (is_made and options):
         raise TrainerError(
-            f"Trainer: got optimizer_params={short(params)}; expected a dict of options. Pass {{'learning_rate': 0.1}}."
+            f"Trainer: got optimizer_params={short(params)}; expected a dict of options of a name. Pass 'sgd' and "
+            "{'learning_rate': 0.1}."
         )
-    schedule = optimizer.lr_scheduler if isinstance(optimizer, opt.Optimizer) else (params or {}).get("lr_scheduler")
+    schedule = optimizer.lr_scheduler if is_made else options.get("lr_scheduler")
     what = "an mxnet.lr_scheduler.LRScheduler, which can be saved"
     advice = "Write a subclass whose __call__ takes the number of updates."
     instance("Trainer", "lr_scheduler", schedule, (lr_scheduler.LRScheduler, type(None)), what, advice=advice)
-    if isinstance(optimizer, str) and params:
-        explained = explaining("Trainer", "optimizer_params", f"options of {optimizer}", advice="Leave out the others.")
-        with explained, warnings.catch_warnings():  # it warns again when the Trainer makes it
-            warnings.simplefilter("ignore")
-            opt.create(optimizer, **params)
-        check_rate("Trainer", params.get("learning_rate", 0.0))
+    if is_made:
+        return optimizer
+    check_rate("Trainer", options.get("learning_rate", 0.0))
+    with explaining("Trainer", "optimizer_params", f"options of {optimizer}", advice="Leave out the others."):
+        return opt.create(optimizer, **options)
 
 
 def check_rate(operation: str, rate: Any) -> None:

@@ -54,7 +54,7 @@ class BucketSlice:
 
 @dataclass(frozen=True, eq=False)
 class Slab:
-    """Adjacent parameters of a bucket, or one parameter: what one operation per device sums, clips and updates.
+    """Adjacent parameters of a bucket, or one parameter: what one operation per device sums, clips and may update.
 
     Attributes
     ----------

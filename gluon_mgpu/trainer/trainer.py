@@ -21,7 +21,7 @@ from .gradients import Gradients, idle_devices, is_too_large
 from .layout import Layout
 from .loss_scaler import LossScaler
 from .optimizer_config import describe, restore_optimizer
-from .options import as_number, batch_size_of, check_clipping, check_optimizer, check_options, check_rate, check_virtual
+from .options import as_number, batch_size_of, check_clipping, check_options, check_rate, check_virtual, made_optimizer
 from .parameters import Params, gluon_order, has_values, replica_difference, trainers_of
 from .precision import precision_of, set_precision
 from .process_sync import ProcessSync
@@ -57,7 +57,7 @@ class Trainer(gluon.Trainer):
     optimizer_params : dict, optional
         Options of an optimizer that is passed by name: `{"learning_rate": 0.1}`.
     kvstore : str, KVStore or None
-        How gradients are reduced over devices: `"device"` or `"local"`; see `Reduction`.
+        How gradients are reduced over devices: `"device"`, on the devices, or `"local"`, on the CPU.
     compression_params : None
     update_on_kvstore : None or False
         For compatibility with Gluon: gradients are never compressed, and the update always runs on the devices.
@@ -148,13 +148,13 @@ class Trainer(gluon.Trainer):
         flag("Trainer", "find_unused_parameters", find_unused_parameters)
         flag("Trainer", "sharded_data", sharded_data)
         flag("Trainer", "shard_optimizer", shard_optimizer)
-        check_optimizer(optimizer, optimizer_params)
+        name, optimizer = short(optimizer), made_optimizer(optimizer, optimizer_params)
         needs_all = self.trains_apart or check_replicas_every is not None or group() is not None or store_type(kvstore) == "nccl"
         is_local = is_replicable(optimizer)
         self._layout = Layout(params, bucket_bytes, shards_optimizer=shard_optimizer and is_local and not needs_all)
         check_contexts(self._layout.contexts, "Trainer")
         if self._layout.spans_devices and not is_local:
-            raise refusal("Trainer", "Pipeline", JOINING, short(optimizer))
+            raise refusal("Trainer", "Pipeline", JOINING, name)
         check_options(self._layout, compression_params, update_on_kvstore)
         check_clipping(clip_norm=clip_norm, clip_value=clip_value)
         self.gradients = Gradients(self._layout, find_unused=find_unused_parameters)
@@ -166,7 +166,7 @@ class Trainer(gluon.Trainer):
         for former in trainers_of(params):
             if former.trains_apart and replica_difference(params):
                 former.average_replicas()
-        super().__init__(self._layout.params, optimizer, optimizer_params, kvstore=None)
+        super().__init__(self._layout.params, optimizer, kvstore=None)
         self._optimizer: opt.Optimizer
         self._schedule_at_first = self._optimizer.lr_scheduler, copy.copy(self._optimizer.lr_scheduler)
         self._clip_norm, self._clip_value = clip_norm, clip_value

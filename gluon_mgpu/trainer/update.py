@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import ChainMap
 from functools import lru_cache, partial
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -233,10 +233,9 @@ class Update:
         return slab.owner is not None and any(index in other.states for other in others for index in slab.indices)
 
 
-def is_replicable(optimizer: Union[str, opt.Optimizer]) -> bool:
+def is_replicable(optimizer: opt.Optimizer) -> bool:
     """Return whether an optimizer updates each parameter from its own gradient, state and count alone."""
-    kind = opt.Optimizer.opt_registry[optimizer.lower()] if isinstance(optimizer, str) else type(optimizer)
-    return kind in _REPLICABLE
+    return type(optimizer) in _REPLICABLE
 
 
 def _check_dtypes(optimizer: opt.Optimizer, params: Sequence[gluon.Parameter]) -> None:

@@ -23,11 +23,11 @@ from .data_parallel.sharding import split_batch as split_batch
 from .data_parallel.step import compile_step as compile_step
 from .data_parallel.step import eval_batch as eval_batch
 from .data_parallel.step import train_batch as train_batch
-from .data_parallel.transfer import copyto as copyto
 from .data_parallel.update_bn import update_bn as update_bn
 from .devices.select import try_all_gpus as try_all_gpus
 from .devices.select import try_gpu as try_gpu
 from .devices.select import use_devices as use_devices
+from .devices.transfer import copyto as copyto
 from .exporters.export import export as export
 from .loop.callbacks import Callback as Callback
 from .loop.callbacks import EarlyStopping as EarlyStopping

@@ -122,7 +122,7 @@ def test_what_is_copied_is_the_same(machine, dtype):
     (first,) = machine.devices(1)
     numbers = np.random.RandomState(0).randint(0, 200, (129, 65)).astype(dtype)
     there = mgpu.copyto({"a": [mx.nd.array(numbers, ctx=mx.cpu(), dtype=dtype)]}, first)
-    back = mgpu.data_parallel.as_in_context(there, mx.cpu())["a"][0]
+    back = mgpu.devices.as_in_context(there, mx.cpu())["a"][0]
     assert (there["a"][0].context, back.context) == (first, mx.cpu())
     assert back.asnumpy().tobytes() == numbers.tobytes()
 

@@ -16,14 +16,14 @@ def test_copyto_always_copies(arrays):
 
 def test_as_in_context_shares_where_it_can(arrays):
     x = arrays.array([1.0, 2.0], ctx=mx.cpu(0))
-    assert mgpu.data_parallel.as_in_context((x,), mx.cpu(0))[0] is x
-    moved = mgpu.data_parallel.as_in_context((x,), mx.cpu(1))[0]
+    assert mgpu.devices.as_in_context((x,), mx.cpu(0))[0] is x
+    moved = mgpu.devices.as_in_context((x,), mx.cpu(1))[0]
     moved[:] = 7
     assert (moved.context, x.asnumpy().tolist()) == (mx.cpu(1), [1.0, 2.0])
 
 
 def test_host_arrays_keep_their_dtype(arrays):
-    for move in (mgpu.copyto, mgpu.data_parallel.as_in_context):
+    for move in (mgpu.copyto, mgpu.devices.as_in_context):
         moved = move([np.arange(3), np.zeros(2, "float16")], mx.cpu(1))
         assert [np.dtype(array.dtype).name for array in moved] == ["int64", "float16"]
         assert {array.context for array in moved} == {mx.cpu(1)}

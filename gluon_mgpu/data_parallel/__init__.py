@@ -1,8 +1,7 @@
-"""One batch on all devices: split, transfer, forward, backward, gather. What is rarer than the names of `gluon_mgpu`:
+"""One batch on all devices: split, forward, backward, gather. What is rarer than the names of `gluon_mgpu`:
 
 ```
 splits           plan_shards, split_data, Batch
-transfers        as_in_context; copyto is in gluon_mgpu
 BatchNorm        convert_sync_batchnorm, revert_sync_batchnorm, SyncBatchNorm, forward_shards
 debugging        debugging, replica_difference, precision_of
 ```

@@ -10,4 +10,3 @@ from .debug import replica_difference as replica_difference
 from .sharding import plan_shards as plan_shards
 from .sharding import split_data as split_data
 from .step import Batch as Batch
-from .transfer import as_in_context as as_in_context

@@ -14,12 +14,12 @@ from mxnet import Context
 
 from ..checks import explaining, flag, is_whole, short, whole_number
 from ..devices.select import check_contexts
+from ..devices.transfer import new_array, on_device
 from ..distributed import process_shard
 from ..errors import ShardError
 from ..nested import Array, Fields, host_array, is_device_array, leaves, map_leaves
 from ..trainer.gradients import note_split
 from .prepared import Place, new_array_at_once, slicer
-from .transfer import new_array, on_device
 
 # A dtype of NumPy's that MXNet lacks becomes the next larger one; float64, which networks do not take, becomes float32.
 DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64", "bool")

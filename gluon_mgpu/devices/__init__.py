@@ -1,8 +1,9 @@
-"""Device names to contexts, what each device is, and which GPUs are free.
+"""Device names to contexts, what each device is, which GPUs are free, and copies to a device.
 
 ```
-contexts  use_devices, resolve_devices, try_gpu, try_all_gpus
-devices   describe_devices, DeviceInfo, usable_gpus
+contexts   use_devices, resolve_devices, try_gpu, try_all_gpus
+devices    describe_devices, DeviceInfo, usable_gpus
+transfers  as_in_context; copyto is in gluon_mgpu
 ```
 """
 

@@ -7,3 +7,4 @@ from .select import resolve_devices as resolve_devices
 from .select import try_all_gpus as try_all_gpus
 from .select import try_gpu as try_gpu
 from .select import use_devices as use_devices
+from .transfer import as_in_context as as_in_context

@@ -13,8 +13,8 @@ from mxnet import Context, autograd, gluon
 from ..data import ArrayLoader, ImageData
 from ..data_parallel.sharding import plan_shards
 from ..data_parallel.step import train_batch
-from ..data_parallel.transfer import new_array
 from ..devices.select import check_contexts
+from ..devices.transfer import new_array
 from ..models import resnet18
 from ..runtime.determinism import seed_everything
 from ..trainer.trainer import Trainer

@@ -12,11 +12,11 @@ from . import plots as plots
 from . import tuning as tuning
 from .checkpoint.save_and_load import load_checkpoint as load_checkpoint
 from .checkpoint.save_and_load import save_checkpoint as save_checkpoint
+from .data.prefetch import prefetch as prefetch
 from .data_parallel.batchnorm import set_batch_norm as set_batch_norm
 from .data_parallel.gluoncv import DataParallelCriterion as DataParallelCriterion
 from .data_parallel.gluoncv import DataParallelModel as DataParallelModel
 from .data_parallel.passes import backward as backward
-from .data_parallel.prefetch import prefetch as prefetch
 from .data_parallel.sharding import gather as gather
 from .data_parallel.sharding import split_and_load as split_and_load
 from .data_parallel.sharding import split_batch as split_batch

@@ -5,7 +5,7 @@ import gc
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.data_parallel.prefetch import NUM_HELD
+from gluon_mgpu.data.prefetch import NUM_HELD
 from gluon_mgpu.errors import ShardError, StepError, TrainerError
 from gluon_mgpu.loop.predict import predict, predict_batches
 from mxnet import autograd, gluon

@@ -8,8 +8,8 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.data.prefetch import NUM_HELD, prefetch
 from gluon_mgpu.data_parallel import prepared
-from gluon_mgpu.data_parallel.prefetch import NUM_HELD, prefetch
 from gluon_mgpu.errors import DeviceError, ShardError, TrainerError
 from gluon_mgpu.nested import leaves
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +19,7 @@ from mxnet import autograd, gluon
 from .conftest import small_batches, small_net
 from .test_no_sync import waits  # noqa: F401
 
-module = importlib.import_module("gluon_mgpu.data_parallel.prefetch")  # a name that the package may give to the function
+module = importlib.import_module("gluon_mgpu.data.prefetch")  # a name that the package may give to the function
 CPU = mx.cpu(0)
 BECOMES = {  # what a NumPy dtype becomes on a device: the README's rule
     "float64": "float32",

@@ -137,12 +137,8 @@ def spell_sino(number: int) -> str:
 
 def _sino_group(group: int) -> str:
     """Return 1 to 9999: a digit before each power, except for a one, which is spoken only in the last place."""
-    found = ""
-    for power in (3, 2, 1, 0):
-        digit = group // 10**power % 10
-        if digit:
-            found += ("" if digit == 1 and power else _DIGITS[digit]) + _POWERS[power]
-    return found
+    digits = [(group // 10**power % 10, power) for power in (3, 2, 1, 0)]
+    return "".join(("" if digit == 1 and power else _DIGITS[digit]) + _POWERS[power] for digit, power in digits if digit)
 
 
 def spell_native(number: int) -> str:

@@ -23,7 +23,6 @@ from .data_parallel.sharding import split_batch as split_batch
 from .data_parallel.step import compile_step as compile_step
 from .data_parallel.step import eval_batch as eval_batch
 from .data_parallel.step import train_batch as train_batch
-from .data_parallel.update_bn import update_bn as update_bn
 from .devices.select import try_all_gpus as try_all_gpus
 from .devices.select import try_gpu as try_gpu
 from .devices.select import use_devices as use_devices
@@ -41,6 +40,7 @@ from .loop.metrics import top_k_accuracy as top_k_accuracy
 from .loop.predict import predict as predict
 from .loop.save_checkpoints import Checkpoint as Checkpoint
 from .loop.tensorboard import TensorBoard as TensorBoard
+from .loop.update_bn import update_bn as update_bn
 from .loop.weight_average import WeightAverage as WeightAverage
 from .pipeline.pipeline import Pipeline as Pipeline
 from .pipeline.recompute import recompute as recompute

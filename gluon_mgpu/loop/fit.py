@@ -246,14 +246,12 @@ def _read_checkpoint(
 ) -> Optional[ReadCheckpoint]:
     """Return the checkpoint to resume from, fully checked; None if there is none yet."""
     instance("fit", "resume", resume, (str, Path), "'auto' or a folder", advice="Pass None to start from the beginning.")
-    saving = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
+    saving = next((callback for callback in callbacks if isinstance(callback, Checkpoint)), None)
     with ExitStack() as held:  # another run that uses the folder is an error before any state changes
-        for callback in saving:
-            if callback.folder.is_dir():
-                held.callback(callback.release)
-                callback.hold()
-        folder = saving[0].folder if saving else None
-        return find_resumable(resume, folder, net, trainer, train_iter)
+        if saving is not None and saving.folder.is_dir():
+            held.callback(saving.release)
+            saving.hold()
+        return find_resumable(resume, None if saving is None else saving.folder, net, trainer, train_iter)
 
 
 def _end_callbacks(callbacks: Sequence[Callback], state: FitState) -> None:

@@ -12,6 +12,7 @@ from ..checkpoint.random_state import random_state, set_random_state
 from ..checkpoint.rotation import checkpoint_in, find_checkpoints
 from ..checkpoint.save_and_load import ReadCheckpoint, read_checkpoint
 from ..checkpoint.snapshot import CheckpointData
+from ..checks import is_whole
 from ..data_parallel.iterators import batches_of, rolls_over
 from ..distributed import group
 from ..errors import StateError
@@ -208,8 +209,5 @@ def set_loader_epoch(train_iter: Any, epoch: Optional[int]) -> None:
 
 def _epoch_counter(train_iter: Any) -> Any:
     sampler = getattr(train_iter, "_batch_sampler", None)  # Gluon's DataLoader, which holds the sampler of single examples
-    for one in (train_iter, sampler, getattr(sampler, "_sampler", None)):
-        epoch = getattr(one, "epoch", None)
-        if isinstance(epoch, int) and not isinstance(epoch, bool):
-            return one
-    return None
+    places = (train_iter, sampler, getattr(sampler, "_sampler", None))
+    return next((one for one in places if is_whole(getattr(one, "epoch", None))), None)

@@ -49,10 +49,9 @@ class Timeline:
         )
         ran = [one for one in operations if not is_mark(one.name)]
         places = dict.fromkeys([*devices, *(one.device for one in ran)])
-        updates = [one for one in ran if _is_update(one.name)]
-        others = [one for one in ran if not _is_update(one.name)]
-        self.updates = {device: self._within(_on(device, updates)) for device in places}
-        self.operations = {device: self._within(_on(device, others)) for device in places}
+        spans = {device: self._within(_on(device, ran)) for device in places}
+        self.updates = {device: [one for one in spans[device] if _is_update(one.name)] for device in places}
+        self.operations = {device: [one for one in spans[device] if not _is_update(one.name)] for device in places}
         batches = batches_of(tasks_of(operations))
         # the devices may still be at the batch before when the trace begins
         tasks = [task for batch in batches if batch[0].begin >= self.begin for task in batch]

@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any, Iterable
 
 import mxnet as mx
-from mxnet import autograd, gluon
+from mxnet import gluon
 
+from ..data_parallel.iterators import as_pair, batches_of, check_iterable, no_batch
+from ..data_parallel.passes import Passes, run_backward
+from ..data_parallel.plan import as_split
+from ..data_parallel.sharding import SplitFunction, leaves_and_axes, split_batch
+from ..data_parallel.step import check_network
 from ..distributed import any_process, own_batches
 from ..errors import TrainerError
 from ..nested import Array, is_device_array, leaves
@@ -14,11 +19,6 @@ from ..refusals import refusal
 from ..trainer.parameters import devices_of, spans_devices, trainers_of
 from ..trainer.running_stats import RunningStats, is_running_stat, running_stats
 from ..trainer.sums import make_sum
-from .iterators import as_pair, batches_of, check_iterable, no_batch
-from .passes import Passes, run_backward
-from .plan import as_split
-from .sharding import SplitFunction, leaves_and_axes, split_batch
-from .step import check_network
 
 
 def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunction = split_batch) -> None:
@@ -64,15 +64,15 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
     trainers = trainers_of(net)
     for trainer in trainers:
         trainer.check_applied("update_bn")
-    passes = Passes(net, None, trains=True)
+    passes = Passes(net, _zero, trains=True)
     moved = RunningStats(stats, make_sum("device"), devices)
     reads_own = any(trainer.sharded_data for trainer in trainers)
     item: Any = None
     for item in batches_of(data_iter):
         with own_batches(reads_own):
             Xs, ys = split_f(*as_pair(item, "update_bn"), devices)
-        outputs, _ = passes.forward("update_bn", Xs, ys)
-        run_backward([_nothing(output) for output in outputs])  # MXNet moves the statistics in it
+        _, zeros = passes.forward("update_bn", Xs, ys)
+        run_backward(zeros)  # MXNet moves the statistics in it
         firsts = [leaves_and_axes(y, axis)[0] for y in ys]
         moved.count([(first.context, first.shape[at]) for _, first, at in firsts])
     if not any_process(item is not None):
@@ -83,7 +83,6 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
         trainer.discard()  # the zeros
 
 
-def _nothing(output: Any) -> Array:
-    """Return a number whose gradient is 0 for all of an output's arrays."""
-    with autograd.record():
-        return sum((leaf * 0).sum() for _, leaf in leaves(output) if is_device_array(leaf))
+def _zero(output: Any, label: Any) -> Array:
+    """Return a loss whose gradient is 0 for all of an output's arrays."""
+    return sum((leaf * 0).sum() for _, leaf in leaves(output) if is_device_array(leaf))

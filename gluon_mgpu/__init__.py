@@ -12,7 +12,7 @@ save and resume    save_checkpoint, load_checkpoint, Checkpoint; export
 divide a network   Pipeline, split_stages, recompute
 BatchNorm, 16 bits set_batch_norm, update_bn, set_precision
 rooms              data            data sets, loaders, sentence pairs
-                   data_parallel   parts of a step: weighted shards, BatchNorm over devices, debugging
+                   data_parallel   parts of a step: weighted shards, BatchNorm over devices, replicas
                    devices         what each device is; contexts of a specification; transfers
                    distributed     the processes of a job
                    errors          the exceptions

@@ -3,7 +3,7 @@
 ```
 splits           plan_shards, split_data, Batch
 BatchNorm        convert_sync_batchnorm, revert_sync_batchnorm, SyncBatchNorm, forward_shards
-debugging        debugging, replica_difference, precision_of
+replicas         replica_difference, precision_of
 ```
 """
 

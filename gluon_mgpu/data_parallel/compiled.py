@@ -128,7 +128,7 @@ class CompiledPasses(Passes):
         key = None if plan is None else plan.shards
         if key is None:
             key = (mx.util.is_np_array(), *map(form_of, Xs), *map(form_of, ys))
-            if plan is not None and plan.parts is not None:
+            if plan is not None and plan.split is not None:
                 plan.shards = key
         executors = self._bound.pop(key, None) or self._bind(Xs, ys)
         self._bound[key] = executors  # the latest one at the end

@@ -279,7 +279,7 @@ class TrainStep:
         on_phase("forward")
         if self._open and plan.is_new:  # batches of another form may reach other layers
             self._begin(X, y, Xs, ys)
-        trainer.gradients.place()
+        trainer.gradients.begin_batch()
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
         if passes.is_compiled:  # nothing has run that could have changed parameters
             trainer.gradients.is_settled = True
@@ -299,7 +299,7 @@ class TrainStep:
         if len(self._in_flight) > MOST_IN_FLIGHT:  # a loop that never waits must not fill the memory with batches
             for one in self._in_flight.popleft():
                 one.wait_to_read()
-        known = plan if passes.is_compiled and plan.parts else None
+        known = plan if passes.is_compiled and plan.split else None
         return Batch(outputs, ys, losses, plan.num_examples, own_units, passes.shard_numbers, known)
 
     def _begin(self, X: Any, y: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
@@ -368,8 +368,8 @@ class EvalStep:
         Xs, ys = passes.arrange(self._operation, Xs, ys, self._split.batch_axis)
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
         _, own_units = planner.count(plan, losses, y, ys, is_compiled=passes.is_compiled)
-        self.places = plan.parts.places if plan.parts is not None else []
-        known = plan if passes.is_compiled and plan.parts else None
+        self.places = plan.split.places if plan.split is not None else []
+        known = plan if passes.is_compiled and plan.split else None
         return Batch(outputs, ys, losses, plan.num_examples, own_units, passes.shard_numbers, known)
 
 

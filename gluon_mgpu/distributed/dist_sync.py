@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List, Sequence, Union
 
 import mxnet as mx
 import numpy as np
@@ -37,7 +37,7 @@ class DistSync:
         self._num_keys = 0
         self._rows: Dict[int, _Rows] = {}  # for all_gather, by message size
 
-    def all_reduce(self, arrays: List[Array]) -> Any:
+    def all_reduce(self, arrays: List[Array]) -> Union[_ArrivalSum, _RankSum]:
         """Return an operation whose `run(priority)` sums the arrays, one per device, over devices and processes, in place."""
         if self._process.num_processes == 2:
             return _ArrivalSum(self._store, self._new_key(arrays[0].shape, arrays[0].dtype), arrays)

@@ -6,7 +6,7 @@ import functools
 import os
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ContextManager, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import ContextManager, Iterator, List, Optional, Protocol, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
@@ -20,6 +20,13 @@ from .process import Process, this_process
 
 _LEAST_BYTES = 256  # smallest buffer of a message: it doubles until the message fits
 _MOST_BYTES = 2**24 - 1  # largest message: its size is sent as a float32, to which 2**24 and 2**24 + 1 are the same
+
+
+class QueuedSum(Protocol):
+    """A sum of arrays over processes, prepared."""
+
+    def run(self, priority: int) -> None:
+        """Queue it."""
 
 
 class Group:
@@ -47,7 +54,7 @@ class Group:
             DistSync(process) if os.environ.get("DMLC_ROLE") == "worker" else Horovod(process)
         )
 
-    def all_reduce(self, gradients: Sequence[Array]) -> Any:
+    def all_reduce(self, gradients: Sequence[Array]) -> QueuedSum:
         """Return an operation whose `run(priority)` sums the arrays, one per device, over devices and processes, in place."""
         return self.backend.all_reduce([gradient.as_nd_ndarray() for gradient in gradients])
 

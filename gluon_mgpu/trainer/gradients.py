@@ -243,8 +243,8 @@ class Gradients:
         """Return whether there is a gradient that was not used or counted."""
         return self._is_full or (not self._is_behind and bool(self.read().any()))
 
-    def place(self) -> None:
-        """Put parameters into their places: graphs of the coming pass must not write into former arrays."""
+    def begin_batch(self) -> None:
+        """Put parameters into buckets that have moved: graphs of the coming pass must not write into former arrays."""
         self.is_settled = False
         self._layout.follow()
         self._follow(looks=False)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional, Protocol, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import Context
 
 from ..checks import short
-from ..distributed import Group, group
+from ..distributed import Group, QueuedSum, group
 from ..errors import TrainerError
 from ..nested import Array
 from ..refusals import refusal
@@ -42,13 +42,6 @@ class Sum:
 
     def drop(self) -> None:
         """Drop all that was kept."""
-
-
-class QueuedSum(Protocol):
-    """A sum of arrays over processes, prepared."""
-
-    def run(self, priority: int) -> None:
-        """Queue it."""
 
 
 def store_type(kvstore: object) -> str:
@@ -121,7 +114,7 @@ class DeviceSum(Sum):
         """Return the sum of arrays of a slab."""
         if slab.contexts not in self._stores:
             self._stores[slab.contexts] = _Store(self._name, slab.contexts)
-        arguments = *self._stores[slab.contexts].place_of(slab), arrays, outputs, priority
+        arguments = *self._stores[slab.contexts].key_of(slab), arrays, outputs, priority
         return PushPull(*arguments).run if arrays[0].stype == "default" else partial(_push_and_pull, *arguments)
 
 
@@ -134,7 +127,7 @@ class _Store:
         self._keys: Dict[Tuple[object, ...], int] = {}
         self._kv: mx.kvstore.KVStore = mx.kv.create(self._name)
 
-    def place_of(self, slab: Slab) -> Tuple[mx.kvstore.KVStore, int]:
+    def key_of(self, slab: Slab) -> Tuple[mx.kvstore.KVStore, int]:
         """Return the store of a slab, and its key there."""
         known = (slab.bucket is not None, slab.indices, slab.gradients[0].shape, slab.gradients[0].dtype)
         if known not in self._keys:

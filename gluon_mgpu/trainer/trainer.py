@@ -594,12 +594,12 @@ class Trainer(gluon.Trainer):
         if self.tree is None and not self.trains_apart:  # those move them themselves
             self.running_stats.move(self._layout.slabs, idle_devices())
         num_examples, self._num_counted = self._num_counted + batch_size, 0
-        multiplied = self._multiplied_by(slabs)
+        scale = self._settle_scale(slabs)
         if self.sharded_data:
             self._process_sync.divisor.divide(slabs, num_examples)
             num_examples = 1
-        if multiplied is not None:
-            self._optimizer.rescale_grad = self._scale / multiplied / num_examples
+        if scale is not None:
+            self._optimizer.rescale_grad = self._scale / scale / num_examples
             self._clip(slabs)
             try:
                 self._update.apply(slabs)
@@ -622,7 +622,7 @@ class Trainer(gluon.Trainer):
             self._update.restore(self._update.states(), self._update.counts())
         self._sum.share(slabs)
 
-    def _multiplied_by(self, slabs: List[Slab]) -> Optional[float]:
+    def _settle_scale(self, slabs: List[Slab]) -> Optional[float]:
         """Return the loss scale of these gradients, in addition to `_scale`; None if they overflowed and must be skipped."""
         if self.loss_scaler is not None:
             return self.loss_scaler.settle([slab.summed[0] for slab in slabs])

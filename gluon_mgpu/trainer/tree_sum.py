@@ -19,14 +19,14 @@ import mxnet as mx
 from mxnet import Context
 
 from ..checks import is_whole, whole_number
-from ..distributed import Group, group
+from ..distributed import Group, QueuedSum, group
 from ..errors import StateError, TrainerError
 from ..nested import Array
 from ..refusals import refusal
 from ..runtime.device_threads import in_own_thread
 from ..runtime.openmp_threads import ask_threads
 from .slab import Slab
-from .sums import QueuedSum, Sum
+from .sums import Sum
 
 
 @dataclass

@@ -14,7 +14,7 @@ from ..devices.select import check_contexts
 from ..errors import ShardError, TrainerError
 from ..nested import is_device_array
 from ..trainer.parameters import check_initialised
-from .batchnorm import run_shards
+from .batchnorm import is_synchronised, run_shards
 from .passes import call
 from .sharding import split_and_load
 
@@ -151,7 +151,8 @@ class DataParallelModel(_Parallel):
         if self.ctx_list is None:
             return self.module(*inputs, **kwargs)
         shards = self._split((inputs, kwargs), self.ctx_list)
-        if self.sync and autograd.is_training() and len(shards) < len(self.ctx_list):
+        waits = self.sync and autograd.is_training() and not is_synchronised(self.module)  # this package's layers do not
+        if waits and len(shards) < len(self.ctx_list):
             raise ShardError(
                 f"DataParallelModel: got examples for {len(shards)} of {len(self.ctx_list)} devices with sync=True; "
                 "expected one for each, as SyncBatchNorm waits for all. Leave out the last batch, or use fewer devices."

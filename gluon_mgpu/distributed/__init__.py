@@ -2,7 +2,7 @@
 
 ```
 this process  this_process, Process, LaunchError
-collectives   group, Group, QueuedSum, any_process, without_group
+collectives   group, Group, any_process, without_group
 data          process_shard, own_batches
 ```
 """

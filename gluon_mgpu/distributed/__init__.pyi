@@ -1,7 +1,6 @@
 """The names of this room and their modules: __init__.py imports each at its first use. The launcher needs no MXNet."""
 
 from .membership import Group as Group
-from .membership import QueuedSum as QueuedSum
 from .membership import any_process as any_process
 from .membership import group as group
 from .membership import own_batches as own_batches

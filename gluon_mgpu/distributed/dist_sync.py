@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any, Dict, List, Sequence, Union
 
 import mxnet as mx
 import numpy as np
 from mxnet.base import _LIB, check_call
 
+from ..errors import ProcessError
 from ..nested import Array
 from .process import Process
 
@@ -30,6 +32,12 @@ class DistSync:
     """
 
     def __init__(self, process: Process) -> None:
+        stores = [thing for thing in gc.get_objects() if issubclass(type(thing), mx.kvstore.KVStore)]
+        if any(store.type.startswith("dist") for store in stores):
+            raise ProcessError(
+                "Trainer: got a program with a store of its own, mx.kv.create('dist_sync'); expected none: MXNet hangs with a second "
+                "one. Leave it out: gradients are summed over all processes, and mgpu.distributed.this_process() has their ranks."
+            )
         self._process = process
         self._store = mx.kv.create("dist_sync")
         # A failed process must not wait at its exit for the others: they wait for it.

@@ -399,7 +399,8 @@ class Gradients:
         self.is_reached = bool(written.any()) or not len(written)  # without trained parameters, it is unknown
         if written.any():
             last = self._latest
-            if last is not None and last.num_steps == _now.num_steps and self._are_apart(last.written, written):
+            alone = written & ~self._running
+            if last is not None and last.num_steps == _now.num_steps and self._are_apart(last.written, alone):
                 self._doubt = _EACH_DEVICE
             elif reached.all():
                 self._doubt = ""
@@ -413,12 +414,12 @@ class Gradients:
         if self is own:
             self.drop_unused()
             return
-        fresh, last = self.read(), self._latest
+        fresh, last = self.read() & ~self._running, self._latest
         is_older = last is not None and last.num_steps < _now.num_steps and not (fresh & ~last.flags).any()
         if has_others and not is_older:
             self._doubt = _EMPTY if fresh.any() else ""
         else:
-            self._clear()
+            self.drop_unused()
 
     def mark(self, params: Mapping[int, gluon.Parameter], contexts: Sequence[Context], own: Gradients, *, joins: bool) -> None:
         """Note gradients that a pass has written without autograd, and clear those of its other devices.

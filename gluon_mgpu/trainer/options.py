@@ -10,6 +10,7 @@ from mxnet import optimizer as opt
 
 from ..checks import explaining, instance, is_number, one_of, real_number, short
 from ..errors import TrainerError
+from ..nested import is_device_array
 from ..refusals import refusal
 from .layout import Layout
 
@@ -91,5 +92,5 @@ def batch_size_of(operation: str, batch_size: Any, *, may_be_0: bool = False) ->
 
 
 def as_number(value: Any) -> Any:
-    """Return an array without axes as the number that it holds: d2l's programs pass sums of lengths."""
-    return value.item() if getattr(value, "shape", None) == () else value
+    """Return an array of one element as its number: d2l's programs pass sums of lengths, GluonNLP's `FP16Trainer` a norm."""
+    return value.asnumpy().item() if is_device_array(value) and value.size == 1 else getattr(value, "item", lambda: value)()

@@ -13,6 +13,7 @@ import numpy as np
 from mxnet import Context, autograd, gluon
 
 from ..nested import Array, num_bytes
+from ..runtime.mxnet2 import is_mxnet2
 
 BUCKET_BYTES = 25 * 2**20
 _NUM_BUCKETS = 16  # of a network that is large enough, so that devices share its update evenly
@@ -211,7 +212,7 @@ def _adopt(array: Array, memory: Array, begin: int) -> None:
 
 
 def forget_graphs(placed: Set[int]) -> bool:
-    """Drop the graphs of hybridized blocks with these parameters, and return whether any was static. The next pass makes others.
+    """Bind the graphs of hybridized blocks with these parameters anew, and return whether any was static.
 
     A graph with `static_alloc` and `static_shape` would still write gradients into the former arrays. It may belong to another
     block than the parameters, such as one that wraps theirs, and a trainer of a list of parameters knows no block. So all blocks
@@ -224,7 +225,11 @@ def forget_graphs(placed: Set[int]) -> bool:
     if stale:
         mx.nd.waitall()  # once: their operations must not be deleted while they run
     for block in stale:
+        graph = block._cached_graph
         block._clear_cached_op()
+        if not (block._backend or "_get_graph" in vars(block) or is_mxnet2()):  # those need the arguments
+            block._cached_graph = graph
+            block._build_cache()  # now: threads that call the block at once would each trace it, and fail in its name scope
     return any(dict(block._flags).get("static_shape") for block in stale)
 
 

@@ -9,7 +9,8 @@ import mxnet as mx
 from mxnet import Context
 
 from ..checks import short
-from ..distributed import Group, QueuedSum, group
+from ..distributed import Group, group
+from ..distributed.membership import QueuedSum
 from ..errors import TrainerError
 from ..nested import Array
 from ..refusals import refusal

@@ -19,7 +19,8 @@ import mxnet as mx
 from mxnet import Context
 
 from ..checks import is_whole, whole_number
-from ..distributed import Group, QueuedSum, group
+from ..distributed import Group, group
+from ..distributed.membership import QueuedSum
 from ..errors import StateError, TrainerError
 from ..nested import Array
 from ..refusals import refusal

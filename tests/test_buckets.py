@@ -8,6 +8,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import StaleGradientError, TrainerError
+from gluon_mgpu.trainer import slab
 from gluon_mgpu.trainer.slab import place_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -189,7 +190,7 @@ def test_a_network_may_be_touched_between_steps(tmp_path, arrays, mode):
 
 
 @pytest.mark.skipif(mx.__version__[0] != "1", reason="the entries are made longer")
-def test_graphs_of_mxnet_2_are_forgotten_too():
+def test_graphs_of_mxnet_2_are_forgotten_too(monkeypatch):
     """There an entry also names the parameter, and a trainer raised if any hybridized network was in memory."""
     net = nn.Dense(2, in_units=3)
     net.initialize()
@@ -198,6 +199,7 @@ def test_graphs_of_mxnet_2_are_forgotten_too():
         loss = net(mx.nd.ones((1, 3))).sum()
     loss.backward()
     net._cached_op_args = [(is_input, "weight", value) for is_input, value in net._cached_op_args]
+    monkeypatch.setattr(slab, "is_mxnet2", lambda: True)
     mgpu.Trainer(net, "sgd")
     assert net._cached_op is None
     assert net(mx.nd.ones((1, 3))).shape == (1, 2)

@@ -203,8 +203,8 @@ def test_a_network_without_values_is_not_saved(tmp_path):
 
 
 def test_progress_that_json_cannot_hold_leaves_nothing_behind(tmp_path):
-    with pytest.raises(TypeError):
-        mgpu.save_checkpoint(tmp_path / "c", dense(4), progress={"x": object()})
+    for value in (object(), np.ones(2)):
+        assert "JSON" in told(mgpu.save_checkpoint, tmp_path / "c", dense(4), None, {"x": value})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -310,6 +310,8 @@ def test_layers_that_are_synchronised_after_a_step_are_noticed(compiled):
     if compiled == "on":
         with pytest.raises(TrainerError, match="synchronised"):
             mgpu.fit(net, loss, trainer, [(X, y)], epochs=1, callbacks=[], metrics=(), compiled="on", bn="sync")
+        assert type(net[0]) is nn.BatchNorm
+        mgpu.set_batch_norm(net, "sync")
         with pytest.raises(TrainerError, match="synchronised"):
             step(X, y)
     else:

@@ -117,7 +117,12 @@ def take_snapshot(
     """
     if not has_values(net):
         raise StateError("save_checkpoint: got a network without values; expected known shapes. Pass one batch through it first.")
-    progress_json = json.dumps(progress or {}, indent=1, default=np.generic.item)
+    try:
+        progress_json = json.dumps(progress or {}, indent=1, default=np.generic.item)
+    except (TypeError, ValueError) as error:
+        raise StateError(
+            f"save_checkpoint: got progress that JSON cannot hold ({error}); expected numbers, texts and lists. Leave arrays out."
+        ) from error
     is_np = bool(mx.util.is_np_shape())
     if trainer is None:
         average_replicas(net)

@@ -73,7 +73,10 @@ def inputs_of(net: gluon.Block, X: Any, y: Any = None) -> List[Array]:
     NotCompilableError
         An array is sparse, or not on a device; or the network asks for Python.
     """
-    arrays: List[Array] = [*_flatten(_arguments(net, X), "input")[0], *(leaf for _, leaf in leaves(y))]
+    try:
+        arrays: List[Array] = [*_flatten(_arguments(net, X), "input")[0], *(leaf for _, leaf in leaves(y))]
+    except ValueError as error:  # a dict, for example
+        raise NotCompilableError(f"the data have another form: {reason_of(error)}") from error
     for array in arrays:
         if not is_device_array(array) or array.stype != "default":
             raise NotCompilableError(f"the data hold {short(array)}; expected dense MXNet arrays")

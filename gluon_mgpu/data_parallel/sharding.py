@@ -409,6 +409,12 @@ def _shape(operation: str, path: str, leaf: Array, axis: Any) -> Tuple[int, ...]
             f"{operation}: got {path} of shape {shape} and batch_axis {short(axis)}; expected one of its {len(shape)} axes. "
             "Arrays without examples do not belong in the batch."
         )
+    stype = getattr(leaf, "stype", "default")
+    if stype != "default" and (stype != "csr" or axis % len(shape)):
+        raise ShardError(
+            f"{operation}: got {path}, a {stype} array, along axis {axis}; expected a dense one, or csr along axis 0, which can "
+            "be sliced. Pass tostype('default')."
+        )
     return shape
 
 

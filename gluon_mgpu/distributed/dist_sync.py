@@ -35,8 +35,8 @@ class DistSync:
         stores = [thing for thing in gc.get_objects() if issubclass(type(thing), mx.kvstore.KVStore)]
         if any(store.type.startswith("dist") for store in stores):
             raise ProcessError(
-                "Trainer: got a program with a store of its own, mx.kv.create('dist_sync'); expected none: MXNet hangs with a second "
-                "one. Leave it out: gradients are summed over all processes, and mgpu.distributed.this_process() has their ranks."
+                "Trainer: got a program with a store of its own, mx.kv.create('dist_sync'); expected none: MXNet hangs with a "
+                "second one. Leave it out: mgpu.distributed.this_process() has rank and num_processes, and gradients are summed."
             )
         self._process = process
         self._store = mx.kv.create("dist_sync")

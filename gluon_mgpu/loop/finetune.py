@@ -78,7 +78,6 @@ class Finetune(Callback):
                 f"Finetune: got freeze={self._freeze!r}, which selects no parameter; expected one or more of {short([*names])}. "
                 "Pass a part of the network."
             )
-        self.on_epoch_begin(state)
 
     def on_epoch_begin(self, state: FitState) -> None:
         is_unfrozen = self._unfreeze_epoch is not None and max(1, state.epoch) >= self._unfreeze_epoch

@@ -79,6 +79,8 @@ class DeviceSums:
     def add_batch(self, batch: Batch) -> None:
         """Add every metric of a batch, and its losses, if any, as `loss`."""
         for i, (output, label) in enumerate(zip(batch.outputs, batch.labels)):
+            if label is None and self._metrics:
+                raise TrainerError("metrics: got a batch without labels; expected one for each example. Pass (X, y).")
             about = self._about(batch, i, output, label)
             if about.form and self._joined:
                 pair = (output, label) if batch.plan else (output.detach(), label.detach())

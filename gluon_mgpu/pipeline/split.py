@@ -66,6 +66,7 @@ def split_stages(
     instance("split_stages", "net", net, gluon.Block, "a gluon.Block", advice="Pass the network.")
     whole_number("split_stages", "num_stages", num_stages, advice="Pass the number of devices.")
     one_of("split_stages", "balance", balance, ("time", "bytes"), advice="'time' measures the layers.")
+    own = _names_of(data_parallel, net)
     with own_batches():  # in a job too, each process has the whole sample
         (X,) = split_and_load(sample, devices_of(net)[:1])
     expected, advice = "features of one micro-batch", "Pass X of a batch."
@@ -73,7 +74,7 @@ def split_stages(
     with refused, autograd.pause(train_mode=False):
         net(X)  # the first batch decides shapes
     layers = _layers(net)
-    if not data_parallel and (len(layers) > 1 or type(net) in _CONTAINERS):
+    if not own and (len(layers) > 1 or type(net) in _CONTAINERS):
         _check_number(num_stages, len(layers), "layers")
         return _stages_of_layers(net, layers, num_stages, X, balance)
     try:
@@ -85,8 +86,8 @@ def split_stages(
             f"split_stages: got a {type(net).__name__} that cannot be divided: {error}; expected a Sequential, or a HybridBlock "
             "that can be traced. Pass your own list of Blocks to Pipeline."
         ) from error
-    cut = CutGraph(graph, _names_of(data_parallel, net))
-    if data_parallel and not (cut.operators and cut.last):
+    cut = CutGraph(graph, own)
+    if own and not (cut.operators and cut.last):
         raise TrainerError(
             f"split_stages: got data_parallel={short(data_parallel)}, from which all or nothing of the network follows; expected "
             "layers near its output. Pass [net.output], or leave it out."

@@ -9,8 +9,8 @@ from mxnet import autograd
 
 from ..checks import whole_number
 from ..distributed import group
-from ..refusals import JOINING, refusal
-from .parameters import Params, spans_devices
+from ..refusals import refusal
+from .parameters import APART, Params, spans_devices
 from .slab import Slab
 from .states import TrainerState
 from .trainer import Trainer
@@ -80,8 +80,7 @@ class LocalSGD(Trainer):
         if spans_devices(params):
             raise refusal("LocalSGD", "LocalSGD", "Pipeline")
         super().__init__(params, optimizer, optimizer_params, **options)
-        if len(self.contexts) > 1 and not self._update.is_local:
-            raise refusal("LocalSGD", "LocalSGD", JOINING, type(self._optimizer).__name__)
+        APART.add(self)
         self._scale *= len(self.contexts)  # divides by the mean shard size instead of the batch size
         self._num_local_steps = 0  # since the last average
         self._trained: Set[int] = set()  # the parameters that have changed since then

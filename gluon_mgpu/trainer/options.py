@@ -8,7 +8,7 @@ from typing import Any, Optional
 from mxnet import lr_scheduler
 from mxnet import optimizer as opt
 
-from ..checks import explaining, instance, is_number, one_of, real_number, short
+from ..checks import instance, is_number, one_of, real_number, reason_of, short
 from ..errors import TrainerError
 from ..nested import is_device_array
 from ..refusals import refusal
@@ -36,8 +36,12 @@ def made_optimizer(optimizer: Any, params: Any) -> opt.Optimizer:
     if is_made:
         return optimizer
     check_rate("Trainer", options.get("learning_rate", 0.0))
-    with explaining("Trainer", "optimizer_params", f"options of {optimizer}", advice="Leave out the others."):
+    try:
         return opt.create(optimizer, **options)
+    except Exception as error:  # of a class of MXNet's, this package's or the user's
+        raise TrainerError(
+            f"Trainer: got optimizer_params: {reason_of(error)}; expected options of {optimizer}. Leave out the others."
+        ) from error
 
 
 def check_rate(operation: str, rate: Any) -> None:
@@ -67,8 +71,8 @@ def check_virtual(trainer: Any) -> None:
         "sharded_data": trainer.sharded_data,
         "precision='fp16'": trainer.loss_scaler is not None,
         "LocalSGD": trainer.trains_apart,
-        "sparse gradients": any(param._grad_stype != "default" for param in trainer._params),
-        "grad_req='add'": any(param.grad_req == "add" for param in trainer._params),
+        "sparse gradients": any(param._grad_stype != "default" for param in trainer.params),
+        "grad_req='add'": any(param.grad_req == "add" for param in trainer.params),
         "accumulated gradients": bool(trainer._num_counted),
     }
     for what, is_there in refused.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
+from weakref import WeakSet
 
 import numpy as np
 from mxnet import Context, gluon
@@ -11,6 +12,7 @@ from ..errors import TrainerError
 from ..runtime.mxnet2 import children, unique_names
 
 Params = Union[gluon.Block, Dict[str, gluon.Parameter], Sequence[gluon.Parameter]]
+APART: WeakSet[Any] = WeakSet()  # the trainers whose devices' weights differ between averages
 STATISTICS = ("moving_mean", "moving_var", "running_mean", "running_var")  # MXNet's initializers know them by these names, too
 
 
@@ -111,8 +113,10 @@ def blocks_of(net: gluon.Block) -> List[gluon.Block]:
 
 
 def trainers_of(params: Params) -> List[Any]:
-    """Return the trainers of this package that have these parameters, as Gluon notes them: the latest one of each."""
-    found = {id(param._trainer): param._trainer for param in named_params(params).values()}
+    """Return the trainers of this package that have these parameters: the latest one of each, and every `LocalSGD`."""
+    own = named_params(params).values()
+    found = {id(param._trainer): param._trainer for param in own}  # as Gluon notes them
+    found.update((id(trainer), trainer) for trainer in APART if not set(own).isdisjoint(trainer.params))
     return [trainer for trainer in found.values() if hasattr(trainer, "average_replicas")]
 
 

@@ -85,7 +85,7 @@ def set_precision(net: gluon.Block, precision: str) -> None:
 
     Source: Micikevicius et al., "Mixed precision training", 2018; MXNet 1.9.1, src/nnvm/low_precision_pass.cc.
     """
-    _check(net, precision)
+    check_precision(net, precision)
     compiled = [block for block in blocks_of(net) if isinstance(block, gluon.HybridBlock)]
     changing = [block for block in compiled if vars(block).get("_precision", "fp32") != precision]
     if changing:
@@ -111,7 +111,8 @@ def precision_of(net: Any) -> str:
     return next((vars(block)["_precision"] for block in blocks if "_precision" in vars(block)), "fp32")
 
 
-def _check(net: Any, precision: Any) -> None:
+def check_precision(net: Any, precision: Any) -> None:
+    """Raise `TrainerError` or `DeviceError` unless `set_precision` can let the network compute in it."""
     one_of("set_precision", "precision", precision, ["fp32", *_DTYPES], advice="fp32 is MXNet's own.")
     if precision != precision_of(net) and hasattr(net, "replica_contexts"):
         raise refusal("set_precision", "Pipeline", "set_precision()")

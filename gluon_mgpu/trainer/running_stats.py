@@ -174,7 +174,8 @@ class RunningStats:
         self, params: Sequence[gluon.Parameter], total: Sum, devices: Sequence[Context], gradients: Optional[Gradients] = None
     ) -> None:
         self._params, self._sum, self._gradients = list(params), total, gradients
-        self._others: List[RunningStats] = []  # that have statistics which this trainer's passes move, too
+        self._reached = {id(param): param for param in params}  # all that this trainer's passes move
+        self._others: List[RunningStats] = []  # that have some of these now
         self._divisor = None if group() is None else Divisor(devices)
         self._examples: Optional[Dict[Context, float]] = None  # since the latest move; None: no pass was noted
         self._num_passes, self._num_moves = _num_passes, -1
@@ -193,6 +194,7 @@ class RunningStats:
     def add(self, params: Sequence[gluon.Parameter]) -> None:
         """Move these statistics too, of a network of which the trainer has only some parameters."""
         new = list(params)
+        self._reached.update((id(param), param) for param in new)
         for one in (self, *_all):
             if one.has_some(new) and one is not self and one not in self._others:
                 self._others.append(one)
@@ -209,8 +211,9 @@ class RunningStats:
                 mx.nd.waitall()  # a static graph writes them without telling the engine
                 self.settle(self._trained)
             self._params, self._num_moves = other._without(self._params), -1
-            self._others.append(other)
             self._follow()
+        if other.has_some(list(self._reached.values())):
+            self._others = [one for one in self._others if one._params] + [other]
 
     def has_some(self, params: Sequence[gluon.Parameter]) -> bool:
         """Return whether any of these are its statistics."""

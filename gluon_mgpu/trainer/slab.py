@@ -225,11 +225,15 @@ def forget_graphs(placed: Set[int]) -> bool:
     if stale:
         mx.nd.waitall()  # once: their operations must not be deleted while they run
     for block in stale:
-        graph = block._cached_graph
-        block._clear_cached_op()
-        if not (block._backend or "_get_graph" in vars(block) or is_mxnet2()):  # those need the arguments
-            block._cached_graph = graph
-            block._build_cache()  # now: threads that call the block at once would each trace it, and fail in its name scope
+        if "_get_graph" in vars(block) or is_mxnet2():  # they need the arguments of the next call
+            block._clear_cached_op()
+            continue
+        # threads that call the block at once would each trace it, and fail in its name scope
+        places: Dict[bool, List[int]] = {True: [], False: []}
+        for place, (is_input, _) in enumerate(block._cached_op_args):
+            places[is_input].append(place)
+        indices = [("data_indices", places[True]), ("param_indices", places[False])]
+        block._cached_op = mx.nd.CachedOp(block._cached_graph[1], indices + block._flags)
     return any(dict(block._flags).get("static_shape") for block in stale)
 
 

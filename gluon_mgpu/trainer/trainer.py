@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
@@ -23,7 +23,7 @@ from .loss_scaler import LossScaler
 from .optimizer_config import describe, restore_optimizer
 from .options import as_number, batch_size_of, check_clipping, check_options, check_rate, check_virtual, made_optimizer
 from .parameters import Params, gluon_order, has_values, replica_difference, trainers_of
-from .precision import precision_of, set_precision
+from .precision import check_precision, precision_of, set_precision
 from .process_sync import ProcessSync
 from .replica_check import ReplicaCheck
 from .running_stats import RunningStats, is_running_stat
@@ -153,22 +153,14 @@ class Trainer(gluon.Trainer):
         is_local = is_replicable(optimizer)
         self._layout = Layout(params, bucket_bytes, shards_optimizer=shard_optimizer and is_local and not needs_all)
         check_contexts(self._layout.contexts, "Trainer")
-        if self._layout.spans_devices and not is_local:
-            raise refusal("Trainer", "Pipeline", JOINING, name)
+        apart = "Pipeline" if self._layout.spans_devices else "LocalSGD" if self.trains_apart and len(self.contexts) > 1 else ""
+        if apart and not is_local:
+            raise refusal(type(self).__name__, apart, JOINING, name)
         check_options(self._layout, compression_params, update_on_kvstore)
         check_clipping(clip_norm=clip_norm, clip_value=clip_value)
-        self.gradients = Gradients(self._layout, find_unused=find_unused_parameters)
-        self._sum: Sum = make_sum(kvstore)
-        self._process_sync = ProcessSync(self._layout)
-        self.sharded_data = sharded_data and self._process_sync.is_joint  # whether every process reads its own batches
-        if has_values(self._layout.params):
-            self._layout.place()
-        for former in trainers_of(params):
-            if former.trains_apart and replica_difference(params):
-                former.average_replicas()
-        super().__init__(self._layout.params, optimizer, kvstore=None)
-        self._optimizer: opt.Optimizer
-        self._schedule_at_first = self._optimizer.lr_scheduler, copy.copy(self._optimizer.lr_scheduler)
+        if precision is not None:
+            check_precision(params, precision)
+        self.loss_scaler = LossScaler() if (precision or precision_of(params)) == "fp16" else None
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._measures = measure_grad_norm or clip_norm is not None
         self.grad_norm: Optional[Array] = None
@@ -176,21 +168,33 @@ class Trainer(gluon.Trainer):
         self._num_open = 0  # of accumulate() contexts
         self._num_counted: float = 0  # examples of the steps in them
         self._summed: Optional[List[Slab]] = None  # summed by allreduce_grads(), not applied by update() yet
-        self._update = Update(self._optimizer, self._layout, gluon_order(params))
-        self._updaters = list(self._update.updaters.values())  # gluon.Trainer's name, which other libraries use
+        self._sum: Sum = make_sum(kvstore)
+        self._process_sync = ProcessSync(self._layout)
+        self.sharded_data = sharded_data and self._process_sync.is_joint  # whether every process reads its own batches
+        self._update = Update(optimizer, self._layout, gluon_order(params))
+        updaters = list(self._update.updaters.values())
+        self.replica_check: Optional[ReplicaCheck] = None
+        if check_replicas_every is not None:
+            self.replica_check = ReplicaCheck(self._layout, updaters, check_replicas_every, trains_apart=self.trains_apart)
+        self.tree: Optional[TreeSum] = None  # the sum over virtual shards
+        if virtual_shards is not None:
+            self.use_virtual_shards(virtual_shards)
+        self.gradients = Gradients(self._layout, find_unused=find_unused_parameters)
+        if has_values(self._layout.params):
+            self._layout.place()
+        for former in trainers_of(params):  # everything was checked: from here on, this is the network's trainer
+            if former.trains_apart and replica_difference(params):
+                former.average_replicas()
+        super().__init__(self._layout.params, optimizer, kvstore=None)
+        self._optimizer: opt.Optimizer
+        self._updaters = updaters  # gluon.Trainer's name, which other libraries use
+        self._schedule_at_first = self._optimizer.lr_scheduler, copy.copy(self._optimizer.lr_scheduler)
         if precision is not None:
             set_precision(params, precision)
-        self.loss_scaler = LossScaler() if precision_of(params) == "fp16" else None
         if has_values(self._layout.params):
             self._process_sync.begin()
         statistics = [param for param in self._layout.params if is_running_stat(param)]
         self.running_stats = RunningStats(statistics, make_sum(kvstore), self._layout.devices, self.gradients)
-        self.tree: Optional[TreeSum] = None  # the sum over virtual shards
-        if virtual_shards is not None:
-            self.use_virtual_shards(virtual_shards)
-        self.replica_check: Optional[ReplicaCheck] = None
-        if check_replicas_every is not None:
-            self.replica_check = ReplicaCheck(self._layout, self._updaters, check_replicas_every, trains_apart=self.trains_apart)
 
     @property
     def virtual_shards(self) -> Optional[int]:
@@ -205,10 +209,10 @@ class Trainer(gluon.Trainer):
         TrainerError
             The number is not a multiple of the number of devices, or an option of the trainer needs sums in another order.
         """
-        if self.virtual_shards == number:
-            return
+        virtual = VirtualShards(number, self.contexts)
         check_virtual(self)
-        self._sum = self.tree = TreeSum(VirtualShards(number, self.contexts))
+        if self.virtual_shards != number:
+            self._sum = self.tree = TreeSum(virtual)
 
     @property
     def contexts(self) -> List[Context]:
@@ -606,7 +610,8 @@ class Trainer(gluon.Trainer):
                 self._sum.share(slabs)
             except BaseException:  # such as Ctrl-C, or a schedule's: some devices are updated, and others are not
                 if not self.trains_apart:
-                    self._make_equal(slabs)
+                    with suppress(StateError):  # of options that were changed: they are the error
+                        self._make_equal(slabs)
                 raise
             if self.replica_check is not None:
                 self.replica_check.after_update()

@@ -7,7 +7,9 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.data_parallel.batchnorm import is_synchronised
 from gluon_mgpu.trainer.local_sgd import LocalSGD
+from gluon_mgpu.trainer.precision import precision_of
 from mxnet import gluon
 from mxnet.gluon import nn
 
@@ -88,6 +90,20 @@ WRONG = {
     "shards that the network does not take": lambda w: mgpu.data_parallel.forward_shards(w.net, [mx.nd.ones((2, 3))]),
     "losses that were not recorded": lambda w: mgpu.backward([mx.nd.ones((2,))]),
     "nested data without an end": lambda w: mgpu.data_parallel.split_data(endless(), 2),
+    "an option that adamw has not": lambda w: mgpu.Trainer(w.net, "adamw", {"bogus": 1}),
+    "options beside an optimizer": lambda w: mgpu.Trainer(w.net, mx.optimizer.SGD(), {"momentum": 0.9}),
+    "virtual shards for other devices": lambda w: mgpu.Trainer(w.net, "sgd", precision="bf16", virtual_shards=3),
+    "virtual shards that are an array": lambda w: mgpu.Trainer(w.net, "sgd", virtual_shards=np.ones(2)),
+    "replicas that are never compared": lambda w: mgpu.Trainer(w.net, "sgd", precision="bf16", check_replicas_every=0),
+    "the precision of another device": lambda w: mgpu.Trainer(w.net, "sgd", precision="fp16"),
+    "devices apart with a joining optimizer": lambda w: LocalSGD(w.net, "nadam", every=2, precision="bf16"),
+    "a batch that cannot be sliced": lambda w: w.train(mx.nd.array(X).tostype("row_sparse")),
+    "columns of a sparse batch": lambda w: mgpu.split_and_load(mx.nd.ones((4, 6)).tostype("csr"), CTX, batch_axis=1),
+    "examples without labels": lambda w: mgpu.evaluate(w.net, [(X, None)]),
+    "compiled layers that are synchronised": lambda w: w.fit(bn="sync", compiled="on"),
+    "a frozen part that is none": lambda w: w.fit(callbacks=[mgpu.Finetune("0"), mgpu.Finetune("typo")]),
+    "a column that is an array": lambda w: mgpu.EarlyStopping(np.ones(2)),
+    "data-parallel layers that are an array": lambda w: mgpu.split_stages(w.net, 2, X, data_parallel=np.ones(2)),
 }
 
 
@@ -138,6 +154,10 @@ def test_nothing_was_changed(wrong, world, tmp_path):
     assert re.fullmatch(r"[\w. \-\[\]']+: got .+; expected .+[.:] .+", str(caught.value)), str(caught.value)
     assert len(str(caught.value)) <= 600 and len(str(caught.value).splitlines()) == 1
     assert largest_difference(before, world.state()) == 0.0
+    params = world.net.collect_params().values()
+    assert all(type(param._trainer) is gluon.Trainer or param._trainer is world.trainer for param in params)
+    assert precision_of(world.net) == "fp32"
+    assert {param.grad_req for param in params if param._differentiable} == {"write"} and not is_synchronised(world.net)
     assert list(tmp_path.iterdir()) == []
     world.train()  # and it can go on
     assert largest_difference(before, world.state()) > 0.0

@@ -211,6 +211,37 @@ def test_one_call_of_backward_per_device_is_refused():
     assert largest_difference(weights_of(net), on_one_device([(data(1, 6), True)])) <= 1e-6
 
 
+def test_running_sums_of_one_call_of_backward_per_device():
+    net = dense(CPU)
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    net.collect_params().setattr("grad_req", "add")
+    for loss in losses_of(net, data(1, 6), CPU):
+        mgpu.backward([loss])
+    trainer.step(6)
+    assert largest_difference(weights_of(net), on_one_device([(data(1, 6), True)])) <= 1e-6
+
+
+def test_graphs_are_there_for_threads_when_parameters_have_moved():
+    """Threads that call a block at once would each trace it, and fail in its name scope."""
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4), nn.Dense(2))
+    net.initialize(ctx=CPU)
+    net.hybridize()
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    with autograd.record():
+        losses = [net(mx.nd.ones((2, 3), ctx=context)).sum() for context in CPU]
+    former = net._cached_op
+    autograd.backward(losses)
+    trainer.step(6)
+    assert former is not net._cached_op is not None
+    with autograd.record():
+        losses = [net(mx.nd.ones((2, 3), ctx=context)).sum() for context in CPU]
+    autograd.backward(losses)
+    trainer.step(6)
+    net.hybridize(False)
+    assert mgpu.data_parallel.replica_difference(net) == 0.0
+
+
 def test_each_device_may_have_a_thread_of_its_own():
     """GluonNLP's and GluonCV's `Parallel`: a thread for each device records and goes backward, at the same time as the others."""
     passes = [(data(seed, size), True) for seed, size in enumerate([6, 1, 5, 2, 3] * 12)]

@@ -202,3 +202,14 @@ def test_a_new_trainer_begins_with_equal_devices(kind):
     assert mgpu.data_parallel.replica_difference(net) > 0
     kind(net, "sgd")
     assert mgpu.data_parallel.replica_difference(net) == 0
+
+
+def test_devices_are_averaged_before_their_network_is_read_whichever_trainer_is_the_latest():
+    net = known(CTX[:2])
+    apart = LocalSGD(net, "sgd", {"learning_rate": 0.1}, every=100)
+    mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    for X, y in small_batches([8, 8]):
+        mgpu.train_batch(net, LOSS, apart, X, y)
+    assert mgpu.data_parallel.replica_difference(net) > 0
+    mgpu.evaluate(net, small_batches([4]))
+    assert mgpu.data_parallel.replica_difference(net) == 0.0

@@ -182,6 +182,10 @@ def test_sync_refuses_to_leave_a_device_out_when_training():
     assert len(net(mx.nd.ones((1, 3)))) == 1  # predicting, nobody waits
     with autograd.record():
         assert len(net(mx.nd.ones((2, 3)))) == 2
+    module = nn.BatchNorm(in_channels=3)
+    module.initialize()
+    with autograd.record():
+        assert len(DataParallelModel(mgpu.set_batch_norm(module, "sync"), TWO, sync=True)(mx.nd.ones((1, 3)))) == 1
 
 
 WRONG = {

@@ -386,6 +386,15 @@ def test_a_job_without_a_store_is_told(monkeypatch):
         distributed.Group(distributed.Process(0, 2, 0, 2, 0, 1, 0))
 
 
+def test_a_store_of_the_programs_own_is_told(monkeypatch):
+    monkeypatch.setenv("DMLC_ROLE", "worker")
+    free = dict.fromkeys(["__init__", "__del__"], lambda self: None)
+    own = type("Own", (mx.kvstore.KVStore,), {"type": "dist_sync", **free})()
+    with pytest.raises(ProcessError, match="a store of its own"):
+        distributed.Group(distributed.Process(0, 2, 0, 2, 0, 1, 0))
+    del own
+
+
 def group_of(backend):
     """A group of two processes whose backend is a stand-in."""
     group = object.__new__(distributed.Group)

@@ -289,6 +289,16 @@ def test_trainers_of_one_network_count_for_each_other():
         assert_stats(net, expected)
 
 
+def test_a_former_trainer_holds_only_the_latest_one():
+    net = nn.BatchNorm(in_channels=2)
+    net.initialize()
+    first = mgpu.Trainer(net, "sgd")
+    for _ in range(5):
+        latest = mgpu.Trainer(net, "sgd")
+    found = first.running_stats._together()
+    assert latest.running_stats in found and len(found) <= 3, "not all five, each of which holds the next one"
+
+
 @pytest.mark.parametrize("between", ["another trainer", "virtual shards", "a restored trainer"])
 def test_examples_count_once_whoever_owns_the_statistics(between, tmp_path):
     net, first = normed(2)

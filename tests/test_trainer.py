@@ -6,6 +6,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import StaleGradientError, StateError, TrainerError
+from gluon_mgpu.trainer.options import batch_size_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -275,6 +276,11 @@ def test_a_batch_size_is_a_positive_number(batch_size):
     for method in (trainer.step, trainer.update):
         with pytest.raises(TrainerError, match="got batch_size"):
             method(batch_size)
+
+
+@pytest.mark.parametrize("batch_size", [np.array(4), np.float32(4), mx.nd.array([4]), mx.np.array([[4]])])
+def test_a_batch_size_may_be_an_array_of_one_element(batch_size):
+    assert batch_size_of("Trainer.step", batch_size) == 4
 
 
 @pytest.mark.parametrize("num_devices, optimizer, states", [(1, "sgd", 0), (2, "adagrad", 1), (4, "adam", 2)])

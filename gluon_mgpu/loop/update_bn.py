@@ -73,8 +73,7 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
             Xs, ys = split_f(*as_pair(item, "update_bn"), devices)
         _, zeros = passes.forward("update_bn", Xs, ys)
         run_backward(zeros)  # MXNet moves the statistics in it
-        firsts = [leaves_and_axes(y, axis)[0] for y in ys]
-        moved.count([(first.context, first.shape[at]) for _, first, at in firsts])
+        moved.count([(first.context, first.shape[at]) for y in ys for _, first, at in leaves_and_axes(y, axis)[:1]])
     if not any_process(item is not None):
         raise no_batch("update_bn")
     mx.nd.waitall()  # a static graph writes them without telling the engine

@@ -79,8 +79,8 @@ class DataParallelModel(_Parallel):
     ctx_list : list of mxnet.Context, optional
         Without it, calls go to the network unchanged.
     sync : bool
-        The network has SyncBatchNorm: in training, a batch that leaves a device without examples raises, because the other
-        devices would wait for it indefinitely.
+        The network has MXNet's SyncBatchNorm: in training, a batch that leaves a device without examples raises, because the
+        other devices would wait for it indefinitely. Those of this package do not wait.
     batch_axis : int
         The axis of the examples in the arguments.
 

@@ -275,7 +275,7 @@ class Trainer(gluon.Trainer):
 
         Parameters
         ----------
-        batch_size : number, or array without axes
+        batch_size : number, or array of one element
             Examples over all devices: gradients are divided by it. 1 if you have averaged the loss.
         ignore_stale_grad : bool
             Do not update parameters that got no gradient on any device, instead of raising.

@@ -22,7 +22,6 @@ from ..trainer.gradients import note_split
 from .prepared import Place, new_array_at_once, slicer
 
 # A dtype of NumPy's that MXNet lacks becomes the next larger one; float64, which networks do not take, becomes float32.
-DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64", "bool")
 _MOST_SHARDS = 2**16  # no machine has more devices
 _MXNET_DTYPES = {"float64": "float32", "int16": "int32", "uint16": "int32", "uint32": "int64"}
 
@@ -436,8 +435,8 @@ def _load(operation: str, path: str, leaf: Array, ctx: Context, make: Callable[.
         return make(leaf, ctx, np.dtype(_MXNET_DTYPES.get(leaf.dtype.name, leaf.dtype)))
     except (KeyError, TypeError, ValueError, mx.MXNetError) as error:
         raise ShardError(
-            f"{operation}: got {path} of dtype {leaf.dtype}; expected a dtype that MXNet has: {', '.join(DTYPES)}. Cast it "
-            "with astype('float32')."
+            f"{operation}: got {path} of dtype {leaf.dtype}; expected a dtype that MXNet has, such as float32, int32 or "
+            "uint8. Cast it with astype('float32')."
         ) from error
 
 

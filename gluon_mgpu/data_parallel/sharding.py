@@ -21,8 +21,8 @@ from ..nested import Array, Fields, host_array, is_device_array, leaves, map_lea
 from ..trainer.gradients import note_split
 from .prepared import Place, new_array_at_once, slicer
 
-# A dtype of NumPy's that MXNet lacks becomes the next larger one; float64, which networks do not take, becomes float32.
 _MOST_SHARDS = 2**16  # no machine has more devices
+# A dtype of NumPy's that MXNet lacks becomes the next larger one; float64, which networks do not take, becomes float32.
 _MXNET_DTYPES = {"float64": "float32", "int16": "int32", "uint16": "int32", "uint32": "int64"}
 
 Shards = Tuple[List[Any], List[Any]]  # of features and of labels, each on its device

@@ -112,9 +112,7 @@ def run_evaluation(
     """Evaluate a network. `evaluate` calls it with these options, `fit` with its own, which can stop it."""
     split = as_split("evaluate", split_f, virtual_shards or 0)
     check_iterable("evaluate", "data_iter", data_iter, reader="evaluate")
-    devices = devices_of(net)
+    parts = passes if virtual_shards is None else VirtualPasses(passes, virtual_shards)
+    step = EvalStep("evaluate", loss, devices_of(net), split, parts)
     average_replicas(net)
-    if virtual_shards is not None:
-        passes = VirtualPasses(passes, virtual_shards)
-    step = EvalStep("evaluate", loss, devices, split, passes)
     return BatchLoop(step, DeviceSums(metrics, num_shards=virtual_shards), options).run(data_iter)

@@ -27,7 +27,7 @@ from .callbacks import Callback, FitState, Progress
 from .epoch_loop import Limits, Run, call_each
 from .evaluate import run_evaluation
 from .history import History
-from .metrics import Metrics, check_metrics, metrics_for, named_metrics
+from .metrics import Metrics, check_metrics, metrics_for
 from .resume import find_resumable, has_changed_rate, num_batches_of
 from .save_checkpoints import Checkpoint
 from .stop_signals import CaughtSignal, StopVote, Terminated, catch_signals
@@ -53,6 +53,7 @@ def fit(
     compiled: str = "auto",
     trace: Union[None, str, Path, Trace] = None,
     resume: Union[None, str, Path] = None,
+    virtual_shards: Optional[int] = None,
     max_steps: Optional[int] = None,
     limit_batches: Optional[int] = None,
     limit_eval_batches: Optional[int] = None,
@@ -100,6 +101,9 @@ def fit(
         the run starts from the beginning. A folder is that of a checkpoint, or of a run. A resumed run uses this trainer's
         options and schedule, which continues at the updates so far. A learning rate that was set while the stopped run trained
         stays.
+    virtual_shards : int, optional
+        Cut every batch into so many parts, so that weights, states and history have the same bits on any number of devices and
+        processes that divides it; see `Trainer`.
     max_steps : int, optional
         End the run after so many batches, counted from its beginning, and evaluate once more.
     limit_batches, limit_eval_batches : int, optional
@@ -141,12 +145,13 @@ def fit(
     if evaluate_every is not None and test_iter is None:
         raise TrainerError(f"fit: got evaluate_every={evaluate_every} without test_iter; expected both. Pass test_iter.")
     measured = metrics_for(metrics, loss)
-    named_metrics(measured)
     callbacks = _checked_callbacks(callbacks)
     if trace is not None:
         callbacks.append(trace if isinstance(trace, Trace) else Trace(trace))
     if bn == "sync" and compiled == "on":
         raise refusal("fit", "compiled='on'", "synchronised BatchNorm")
+    if virtual_shards is not None:
+        trainer.use_virtual_shards(virtual_shards)
     test_loss = getattr(loss, "evaluation", loss)
     passes = make_passes("fit", net, test_loss, compiled, kept=trainer.kept)
     checkpoint = None if resume is None else _read_checkpoint(resume, callbacks, net, trainer, train_iter)

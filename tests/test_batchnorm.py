@@ -338,3 +338,12 @@ def test_no_setting_makes_it_hang():
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MXNET_CPU_TEMP_COPY": "1"}
     ended = subprocess.run([sys.executable, "-c", HANGING], env=env, capture_output=True, text=True, timeout=240, check=False)
     assert ended.stdout == "ended\n", ended.stderr
+
+
+def test_mxnets_own_layer_is_not_left_waiting():
+    net = nn.HybridSequential()
+    net.add(gluon.contrib.nn.SyncBatchNorm(in_channels=3, num_devices=2), nn.Dense(1, in_units=3))
+    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    trainer = mgpu.Trainer(net, "sgd")
+    with pytest.raises(StepError, match="waits for"):
+        mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, mx.nd.ones((1, 3)), mx.nd.ones(1))

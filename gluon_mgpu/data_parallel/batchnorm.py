@@ -189,6 +189,16 @@ def is_synchronised(net: gluon.Block) -> bool:
     return SyncBatchNorm.was_made and any(isinstance(block, SyncBatchNorm) for block in blocks_of(net))
 
 
+def check_shards(operation: str, net: gluon.Block, num_shards: int) -> None:
+    """Raise `StepError` if one of MXNet's layers would wait forever for devices that have no shard."""
+    for block in blocks_of(net):
+        if isinstance(block, gluon.contrib.nn.SyncBatchNorm) and block._kwargs["ndev"] > num_shards:
+            raise StepError(
+                f"{operation}: got a batch for {num_shards} of the {block._kwargs['ndev']} devices that {block.name} waits for; "
+                "expected one example for each. Leave the batch out, or use nn.BatchNorm and set_batch_norm(net, 'sync')."
+            )
+
+
 def forward_shards(net: gluon.Block, Xs: Sequence[Any]) -> List[Any]:
     """Return the network's output for each shard: `[net(x) for x in Xs]`, also for networks with `SyncBatchNorm`.
 

@@ -21,6 +21,7 @@ from ..trainer.gradients import latest_split, note_parts, restore_split
 from ..trainer.parameters import has_values
 from ..trainer.running_stats import note_examples, running_stats
 from ..trainer.trainer import Trainer
+from .batchnorm import check_shards
 from .compiled import make_passes
 from .passes import Passes
 from .plan import Plan, Planner, as_split
@@ -277,6 +278,8 @@ class TrainStep:
         plan, Xs, ys = planner.split(X, y)
         Xs, ys = passes.arrange(self._operation, Xs, ys, self._axis)
         on_phase("forward")
+        if plan.is_new and len(Xs) < len(trainer.contexts):
+            check_shards(self._operation, self._net, len(Xs))
         if self._open and plan.is_new:  # batches of another form may reach other layers
             self._begin(X, y, Xs, ys)
         trainer.gradients.begin_batch()

@@ -91,6 +91,8 @@ WRONG = {
     "losses that were not recorded": lambda w: mgpu.backward([mx.nd.ones((2,))]),
     "nested data without an end": lambda w: mgpu.data_parallel.split_data(endless(), 2),
     "an option that adamw has not": lambda w: mgpu.Trainer(w.net, "adamw", {"bogus": 1}),
+    "a momentum that is a text": lambda w: mgpu.Trainer(w.net, "sgd", {"momentum": "0.9"}),
+    "a decay that is no number": lambda w: mgpu.Trainer(w.net, "adam", {"wd": float("nan")}),
     "options beside an optimizer": lambda w: mgpu.Trainer(w.net, mx.optimizer.SGD(), {"momentum": 0.9}),
     "virtual shards for other devices": lambda w: mgpu.Trainer(w.net, "sgd", precision="bf16", virtual_shards=3),
     "virtual shards that are an array": lambda w: mgpu.Trainer(w.net, "sgd", virtual_shards=np.ones(2)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Optional
 
+import mxnet as mx
 from mxnet import lr_scheduler
 from mxnet import optimizer as opt
 
@@ -12,7 +13,9 @@ from ..checks import instance, is_number, one_of, real_number, reason_of, short
 from ..errors import TrainerError
 from ..nested import is_device_array
 from ..refusals import refusal
+from ..runtime.mxnet2 import is_mxnet2
 from .layout import Layout
+from .update import is_replicable
 
 
 def made_optimizer(optimizer: Any, params: Any) -> opt.Optimizer:
@@ -37,11 +40,23 @@ def made_optimizer(optimizer: Any, params: Any) -> opt.Optimizer:
         return optimizer
     check_rate("Trainer", options.get("learning_rate", 0.0))
     try:
-        return opt.create(optimizer, **options)
+        made = opt.create(optimizer, **options)
+        if is_replicable(made) and not is_mxnet2():
+            _try_out(opt.create(optimizer, **{**options, "lr_scheduler": None}))
+        return made
     except Exception as error:  # of a class of MXNet's, this package's or the user's
         raise TrainerError(
-            f"Trainer: got optimizer_params: {reason_of(error)}; expected options of {optimizer}. Leave out the others."
+            f"Trainer: got optimizer_params: {reason_of(error)}; expected options of {optimizer}, and values that it takes. Leave"
+            " out the others."
         ) from error
+
+
+def _try_out(optimizer: opt.Optimizer) -> None:
+    """Update one number: most options are only read then."""
+    weight, gradient = mx.nd.ones((1,), ctx=mx.cpu()), mx.nd.ones((1,), ctx=mx.cpu())
+    optimizer.update(0, weight, gradient, optimizer.create_state(0, weight))
+    if not math.isfinite(weight.asscalar()):
+        raise ValueError("values whose first update is not finite")
 
 
 def check_rate(operation: str, rate: Any) -> None:

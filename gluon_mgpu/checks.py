@@ -7,6 +7,7 @@ import reprlib
 import sys
 import traceback
 from contextlib import contextmanager
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterator, Sequence, Type
@@ -245,6 +246,8 @@ class _Short(reprlib.Repr):
                 return f"the class {x.__name__}"
             if hasattr(x, "dtype") and getattr(x, "shape", ()) != ():
                 return f"{kind} of shape {tuple(x.shape)} and dtype {getattr(x.dtype, '__name__', x.dtype)}"
+            if isinstance(x, partial):
+                return f"{self.repr1(x.func, level)} with {self.repr1(x.keywords, level)}"
             if callable(x) and hasattr(x, "__name__"):
                 return f"the function {x.__name__}"
             text = super().repr1(x, level)

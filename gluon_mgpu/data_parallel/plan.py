@@ -47,7 +47,7 @@ def as_split(operation: str, split_f: Any, virtual: int = 0) -> Split:
     axis = defaults.get("batch_axis", 0)
     even_split, weights = bool(defaults.get("even_split")), defaults.get("weights")
     if virtual and (not is_ours or even_split or weights is not None):
-        raise refusal(operation, "virtual_shards", "a split of your own", f"split_f={split_f!r}")
+        raise refusal(operation, "virtual_shards", "a split of your own", f"split_f={short(split_f)}")
     return Split(axis, even_split, weights, virtual) if is_ours else Split(axis, function=split_f)
 
 
@@ -163,7 +163,7 @@ class Planner:
     def _make(self, X: Any, y: Any) -> Plan:
         split, parts = self._split, None
         if split.function is not None and process_shard()[1] > 1:
-            raise refusal(self._operation, "several processes", "a split of your own", f"split_f={split.function!r}")
+            raise refusal(self._operation, "several processes", "a split of your own", f"split_f={short(split.function)}")
         self._check_axis(y)
         casts = isinstance(self._loss, gluon.loss.Loss) and getattr(y, "dtype", np.bool_) == np.bool_
         if split.function is None:

@@ -69,7 +69,7 @@ def agree(context: click.Context, /, spec: Optional[str], network: str, bits: bo
     from ..tuning.same_bits import Training
     from ..tuning.workload import reference_of
 
-    made_optimizer(options["optimizer"], None)
+    made_optimizer(options["optimizer"], None, {})
     steps, batch_size, optimizer, lr = (options[name] for name in ("steps", "batch_size", "optimizer", "lr"))
     if bits:
         workload = network if network in _NETWORKS else reference_of("agree", network)

@@ -192,9 +192,11 @@ def is_synchronised(net: gluon.Block) -> bool:
 def check_shards(operation: str, net: gluon.Block, num_shards: int) -> None:
     """Raise `StepError` if one of MXNet's layers would wait forever for devices that have no shard."""
     for block in blocks_of(net):
-        if isinstance(block, gluon.contrib.nn.SyncBatchNorm) and block._kwargs["ndev"] > num_shards:
+        options = getattr(block, "_kwargs", {})
+        waits = isinstance(block, gluon.contrib.nn.SyncBatchNorm) and not options["use_global_stats"]
+        if waits and options["ndev"] > num_shards:
             raise StepError(
-                f"{operation}: got a batch for {num_shards} of the {block._kwargs['ndev']} devices that {block.name} waits for; "
+                f"{operation}: got a batch for {num_shards} of the {options['ndev']} devices that {block.name} waits for; "
                 "expected one example for each. Leave the batch out, or use nn.BatchNorm and set_batch_norm(net, 'sync')."
             )
 

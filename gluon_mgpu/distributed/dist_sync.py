@@ -32,6 +32,7 @@ class DistSync:
     """
 
     def __init__(self, process: Process) -> None:
+        gc.unfreeze()  # get_objects() does not list frozen objects
         stores = [thing for thing in gc.get_objects() if issubclass(type(thing), mx.kvstore.KVStore)]
         if any(store.type.startswith("dist") for store in stores):
             raise ProcessError(

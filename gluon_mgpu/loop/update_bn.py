@@ -52,7 +52,7 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
     """
     check_network("update_bn", net)
     check_iterable("update_bn", "data_iter", data_iter)
-    axis = as_split("update_bn", split_f).label_axis
+    axis = as_split("update_bn", split_f).batch_axis
     if spans_devices(net):
         raise refusal("update_bn", "Pipeline", "update_bn()")
     devices = devices_of(net, "update_bn")
@@ -73,7 +73,7 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
             Xs, ys = split_f(*as_pair(item, "update_bn"), devices)
         _, zeros = passes.forward("update_bn", Xs, ys)
         run_backward(zeros)  # MXNet moves the statistics in it
-        moved.count([(first.context, first.shape[at]) for y in ys for _, first, at in leaves_and_axes(y, axis)[:1]])
+        moved.count([(first.context, first.shape[at]) for X in zip(Xs, ys) for _, first, at in leaves_and_axes(X, axis)[:1]])
     if not any_process(item is not None):
         raise no_batch("update_bn")
     mx.nd.waitall()  # a static graph writes them without telling the engine

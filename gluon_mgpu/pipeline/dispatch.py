@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from operator import is_, itemgetter
 from typing import Any, Dict, List, Optional, Protocol, Sequence, Set, Tuple
 
 import mxnet as mx
-from mxnet import Context, MXNetError, autograd, gluon
+from mxnet import Context, MXNetError, autograd
 
 from ..checks import OF_WRONG_DATA, instance
 from ..data_parallel.batchnorm import is_synchronised
@@ -26,16 +25,14 @@ from ..trainer.gradients import empty_pass, note_parts, one_pass
 from ..trainer.running_stats import StatsOfParts, is_running_stat, note_examples, statistics_slabs
 from ..trainer.trainer import Trainer
 from .schedule import Task, simulate
-from .stage import NETWORK, Source, Stages, check_outputs, draws_numbers
+from .stage import NETWORK, Source, Stages, check_outputs, draws_numbers, recorded
 
 
 class Divided(Protocol):
     """What the passes read of a `Pipeline`, whose docstring explains it."""
 
-    net: gluon.Block
     stages: Stages
     devices: List[List[Context]]
-    num_stages: int
     num_parts: int
     micro_batches: int
     schedule: str
@@ -104,7 +101,7 @@ class _Place:
 
     def __init__(self, pipeline: Divided, number: int, device: Context, former: Sequence[_Place]) -> None:
         self.stage, self.number, self.device = pipeline.stages[number], number, device
-        part = number - pipeline.num_stages + pipeline.num_parts
+        part = number - len(pipeline.stages) + pipeline.num_parts
         self.part = part if part >= 0 else None
         params = self.stage.params()
         self.params = [param for param in params if param.grad_req != "null"]
@@ -137,11 +134,11 @@ class PipelinePasses(Passes):
     def __init__(self, pipeline: Divided, loss: Any, trainer: Optional[Trainer] = None) -> None:
         super().__init__(pipeline, loss, trains=trainer is not None)
         self.pipeline, self._trainer = pipeline, trainer
-        sources = [pipeline.stages.producers(stage) for stage in range(pipeline.num_stages)]
+        sources = [pipeline.stages.producers(stage) for stage in range(len(pipeline.stages))]
         # the tasks of so many micro-batches on one replica
         self._simulate = lru_cache(maxsize=None)(partial(simulate, sources, pipeline.devices[0], schedule=pipeline.schedule))
         self._places: List[List[_Place]] = []  # by the replica
-        self._params = list(pipeline.net.collect_params().values())
+        self._params = list(self._net.collect_params().values())
         self._known: List[Any] = []  # what the places depend on
         self._shares = False  # whether two stages on one device add to a parameter's gradient
         # of each micro-batch: its replica, and the examples of its parts, or [0] if it is not divided
@@ -170,7 +167,7 @@ class PipelinePasses(Passes):
         """Dispatch the tasks of all micro-batches, with a trainer also their backward passes. Return outputs and losses."""
         if self._trainer is None:
             return super().forward(operation, Xs, ys)
-        if is_synchronised(self.pipeline.net):
+        if is_synchronised(self._net):
             raise refusal(operation, "Pipeline", "synchronised BatchNorm")
         micro_batches: List[_MicroBatch] = []
         own: Dict[int, List[_MicroBatch]] = {}  # by the replica
@@ -222,7 +219,7 @@ class PipelinePasses(Passes):
         pipeline = self.pipeline
         if all(stage.draws is False for stage in pipeline.stages):  # unknown before the first batch
             return [[]] * len(self._divided)
-        shape = len(self._divided), pipeline.num_stages
+        shape = len(self._divided), len(pipeline.stages)
         found: List[List[int]] = mx.nd.random.randint(0, 2**31 - 1, shape=shape, ctx=pipeline.devices[0][0]).asnumpy().tolist()
         return found
 
@@ -396,14 +393,10 @@ def _differentiate(heads: Sequence[Tuple[Array, Optional[Array]]]) -> None:
         # shared and frozen inputs: without retain_graph, MXNet fails in the second of several passes
         autograd.backward(list(outputs), list(gradients), retain_graph=True)
     except MXNetError:  # before it has computed anything
-        recorded = []
-        for pair in heads:
-            with suppress(MXNetError):
-                autograd.get_symbol(pair[0])
-                recorded.append(pair)
-        if len(recorded) == len(heads):
+        rest = recorded(heads)
+        if len(rest) == len(heads):
             raise
-        _differentiate(recorded)
+        _differentiate(rest)
 
 
 def _moved(device: Context, _: str, leaf: Any) -> Any:

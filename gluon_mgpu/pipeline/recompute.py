@@ -14,7 +14,7 @@ from ..nested import Array, is_float, leaves, map_leaves
 from ..refusals import refusal
 from ..runtime.c_api import unallocated
 from ..trainer.running_stats import running_stats
-from .stage import draws_numbers
+from .stage import draws_numbers, recorded
 
 
 def recompute(block: gluon.Block) -> Recomputed:
@@ -157,12 +157,14 @@ class _Call:
             found = [leaf for _, leaf in leaves(self._run(inputs))]
             wanted = floats + self._weights
             reached = [mx.nd.zeros_like(array.as_nd_ndarray()) for array in wanted]  # MXNet raises without a way to them
-        heads = [(output, gradient) for output, gradient in zip(found, given) if is_float(output)]
-        heads += [(zeros, zeros) for zeros in reached]
-        if not wanted:
-            return [None] * len(inputs)
-        outputs, gradients = map(list, zip(*heads))
-        found = autograd.grad(outputs, wanted, gradients, train_mode=self._is_training)
+        heads: Dict[int, Tuple[Array, Array]] = {}  # an array may be several outputs: MXNet would lose a gradient of it
+        for output, gradient in zip(found, given):
+            if is_float(output):
+                former = heads.get(id(output))
+                heads[id(output)] = output, gradient if former is None else former[1] + gradient
+        pairs = recorded(list(heads.values())) + [(zeros, zeros) for zeros in reached]
+        outputs, gradients = [one for one, _ in pairs], [gradient for _, gradient in pairs]
+        found = autograd.grad(outputs, wanted, gradients, train_mode=self._is_training) if wanted else []
         by_array = dict(zip(map(id, wanted), found))
         return [by_array.get(id(array)) for array in (*inputs, *self._weights)]
 

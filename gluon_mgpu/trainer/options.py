@@ -6,6 +6,7 @@ import math
 from typing import Any, Optional
 
 import mxnet as mx
+import numpy as np
 from mxnet import lr_scheduler
 from mxnet import optimizer as opt
 
@@ -15,10 +16,11 @@ from ..nested import is_device_array
 from ..refusals import refusal
 from ..runtime.mxnet2 import is_mxnet2
 from .layout import Layout
+from .parameters import Params, named_params
 from .update import is_replicable
 
 
-def made_optimizer(optimizer: Any, params: Any) -> opt.Optimizer:
+def made_optimizer(optimizer: Any, params: Any, trained: Params) -> opt.Optimizer:
     """Return the optimizer of a name and its options, or itself; raise `TrainerError` for what MXNet does not know."""
     known = sorted({*opt.Optimizer.opt_registry} - {"test"})  # MXNet's own tests use that
     what = "a name or an mxnet.optimizer.Optimizer"
@@ -40,7 +42,7 @@ def made_optimizer(optimizer: Any, params: Any) -> opt.Optimizer:
         return optimizer
     check_rate("Trainer", options.get("learning_rate", 0.0))
     try:
-        made = opt.create(optimizer, **options)
+        made = opt.create(optimizer, param_dict=dict(enumerate(named_params(trained).values())), **options)
         if is_replicable(made) and not is_mxnet2():
             _try_out(opt.create(optimizer, **{**options, "lr_scheduler": None}))
         return made
@@ -112,4 +114,6 @@ def batch_size_of(operation: str, batch_size: Any, *, may_be_0: bool = False) ->
 
 def as_number(value: Any) -> Any:
     """Return an array of one element as its number: d2l's programs pass sums of lengths, GluonNLP's `FP16Trainer` a norm."""
-    return value.asnumpy().item() if is_device_array(value) and value.size == 1 else getattr(value, "item", lambda: value)()
+    if is_device_array(value) and value.stype == "default" and value.size == 1:
+        return value.asnumpy().item()
+    return value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value

@@ -225,7 +225,7 @@ def forget_graphs(placed: Set[int]) -> bool:
     if stale:
         mx.nd.waitall()  # once: their operations must not be deleted while they run
     for block in stale:
-        if "_get_graph" in vars(block) or is_mxnet2():  # they need the arguments of the next call
+        if "_get_graph" in vars(block) or not block._cached_graph or is_mxnet2():  # they need the arguments of the next call
             block._clear_cached_op()
             continue
         # threads that call the block at once would each trace it, and fail in its name scope

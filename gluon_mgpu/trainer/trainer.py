@@ -148,7 +148,7 @@ class Trainer(gluon.Trainer):
         flag("Trainer", "find_unused_parameters", find_unused_parameters)
         flag("Trainer", "sharded_data", sharded_data)
         flag("Trainer", "shard_optimizer", shard_optimizer)
-        name, optimizer = short(optimizer), made_optimizer(optimizer, optimizer_params)
+        name, optimizer = short(optimizer), made_optimizer(optimizer, optimizer_params, params)
         needs_all = self.trains_apart or check_replicas_every is not None or group() is not None or store_type(kvstore) == "nccl"
         is_local = is_replicable(optimizer)
         self._layout = Layout(params, bucket_bytes, shards_optimizer=shard_optimizer and is_local and not needs_all)
@@ -182,6 +182,7 @@ class Trainer(gluon.Trainer):
         self.gradients = Gradients(self._layout, find_unused=find_unused_parameters)
         if has_values(self._layout.params):
             self._layout.place()
+            self._process_sync.begin()
         for former in trainers_of(params):  # everything was checked: from here on, this is the network's trainer
             if former.trains_apart and replica_difference(params):
                 former.average_replicas()
@@ -191,8 +192,6 @@ class Trainer(gluon.Trainer):
         self._schedule_at_first = self._optimizer.lr_scheduler, copy.copy(self._optimizer.lr_scheduler)
         if precision is not None:
             set_precision(params, precision)
-        if has_values(self._layout.params):
-            self._process_sync.begin()
         statistics = [param for param in self._layout.params if is_running_stat(param)]
         self.running_stats = RunningStats(statistics, make_sum(kvstore), self._layout.devices, self.gradients)
 

@@ -347,3 +347,5 @@ def test_mxnets_own_layer_is_not_left_waiting():
     trainer = mgpu.Trainer(net, "sgd")
     with pytest.raises(StepError, match="waits for"):
         mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, mx.nd.ones((1, 3)), mx.nd.ones(1))
+    net[0]._kwargs["use_global_stats"] = True  # it does not wait then
+    mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, mx.nd.ones((1, 3)), mx.nd.ones(1))

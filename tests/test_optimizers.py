@@ -145,3 +145,18 @@ def test_an_update_that_is_interrupted_leaves_equal_devices(monkeypatch, optimiz
         with suppress(KeyboardInterrupt):  # of the first step
             mgpu.train_batch(net, LOSS, trainer, X, y)
         assert mgpu.data_parallel.replica_difference(net) == 0.0
+
+
+def test_an_optimizer_gets_the_parameters_when_it_is_made():
+    @mx.optimizer.register
+    class OfWeights(mx.optimizer.SGD):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.weights = [index for index, param in self.param_dict.items() if param.name.endswith("weight")]
+
+    net = mx.gluon.nn.Dense(1, in_units=2)
+    net.initialize()
+    try:
+        assert mgpu.Trainer(net, "ofweights")._optimizer.weights == [0]
+    finally:
+        del mx.optimizer.Optimizer.opt_registry["ofweights"]

@@ -176,3 +176,26 @@ def test_it_takes_arrays_of_both_kinds(arrays):
         mgpu.train_batch(net, CE, mgpu.Trainer(net, "sgd", {"learning_rate": 0.5}), arrays.ones((5, 16)), arrays.zeros(5))
         found.append([param.data(mx.cpu(1)).asnumpy() for param in net.collect_params().values()])
     assert largest_difference(*found) == 0.0
+
+
+@pytest.mark.parametrize("form", ["twice", "outside of the graph"])
+def test_outputs_that_are_one_array_or_not_recorded(form):
+    class Net(nn.Block):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Dense(3, in_units=2)
+
+        def forward(self, x):
+            h = self.layer(x)
+            return h, h if form == "twice" else x.detach()
+
+    net, X = Net(), mx.nd.array([[1.0, 2.0]])
+    net.initialize(mx.init.One())
+    found = []
+    for block in (net, mgpu.recompute(net)):
+        with autograd.record():
+            one, other = block(X)
+            loss = (one * 2).sum() + (other * 3).sum()
+        mgpu.backward([loss])
+        found.append(net.layer.weight.grad().asnumpy().copy())
+    assert (found[0] == found[1]).all() and found[0].any()

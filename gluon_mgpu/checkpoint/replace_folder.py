@@ -177,9 +177,10 @@ def explained(operation: str, folder: Path, *, left: str = "") -> Iterator[None]
     except SaveError:
         raise
     except OSError as error:
+        why = error.strerror or str(error).rsplit("[Errno", 1)[-1]  # of a copied folder, the last of its files
         kept = f" {left}" if left and os.path.isdir(recover_path(folder)) else ""
         raise SaveError(
-            f"{operation}: got {folder}, which cannot be written ({error.strerror or error}); expected a folder that this "
+            f"{operation}: got {folder}, which cannot be written ({why}); expected a folder that this "
             f"process may write to, with enough disk space. Check its permissions and disk, or pass another folder.{kept}",
             error.errno,
         ) from error

@@ -46,9 +46,9 @@ class CommandGroup(click.Group):
             is_ours = type(error).__module__.startswith("gluon_mgpu.")
             if is_ours or isinstance(error, OSError) or type(error).__name__ == "MXNetError":
                 told = errors.one_line(str(error)) + _hint(error)
-                if isinstance(error, (FileNotFoundError, PermissionError)) and error.filename:
-                    found = f"{ctx.invoked_subcommand or ctx.info_name}: got {error.filename} ({error.strerror})"
-                    told = f"{found}; expected one that can be read or written."
+                if isinstance(error, OSError) and not is_ours:
+                    command, what = ctx.invoked_subcommand or ctx.info_name, error.filename or "an output"
+                    told = f"{command}: got {what} ({error.strerror or error}); expected one that can be read or written."
                 raise click.ClickException(told) from error
             if isinstance(error, ImportError) and not hasattr(sys.modules.get("mxnet"), "nd"):
                 raise click.ClickException(f"{error} Run gluon-mgpu doctor, which reports what is missing.") from error
@@ -98,6 +98,7 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the shell has closed it
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
+        getattr(sys, name).reconfigure(errors="backslashreplace")  # a terminal may not have all letters
 
 
 def run() -> None:
@@ -114,4 +115,5 @@ def run() -> None:
                 sys.stdout.flush()  # now: at its end, Python would print an error
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(1 if has_failed or isinstance(error, BrokenPipeError) else f"Error: {error}")
+        told = f"Error: got {error.filename or 'an output'} ({error.strerror or error}); expected one that can be written."
+        sys.exit(1 if has_failed or isinstance(error, BrokenPipeError) else f"{told} Check the path and the disk.")

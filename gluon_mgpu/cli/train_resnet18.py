@@ -13,6 +13,7 @@ from mxnet import gluon
 
 from ..data import ArrayLoader, ImageData, load_digits, load_fashion_mnist, load_idx_folder, load_mnist
 from ..data_parallel.sharding import plan_shards, split_batch
+from ..errors import DataError
 from ..loop.callbacks import Progress, SaveHistory
 from ..loop.epoch_loop import Limits
 from ..loop.resume import num_batches_of
@@ -28,6 +29,8 @@ from ._training import create_trainer, is_divided, prepare_network, prepared_dev
 def train(options: SimpleNamespace) -> None:
     """Train ResNet-18 with the options of `train resnet18`."""
     images = load_images(options.data, options.data_dir, options.seed)
+    if images.num_classes < 2:
+        raise DataError("train resnet18: got labels of one class; expected two or more. Check the files of labels.")
     batch_size = options.batch_size
     train_iter = ArrayLoader(images.train_images, images.train_labels, batch_size, shuffle=True, seed=options.seed)
     test_iter = ArrayLoader(images.test_images, images.test_labels, max(256, batch_size))

@@ -58,7 +58,9 @@ def translate(
     if picture is not None:
         from ..plots import figure
 
-        figure()  # raises now if matplotlib is missing
+        kinds = figure().canvas.get_supported_filetypes()  # raises now if matplotlib is missing
+        if Path(picture).suffix[1:].lower() not in kinds:
+            raise click.BadParameter(f"got {picture}; expected a name that ends with .png. Pass attention.png.")
     from ..devices.select import use_devices
     from ..models.seq2seq.translator import load_translator
 

@@ -86,11 +86,11 @@ def prepare() -> None:
 
 
 def add_aliases() -> None:
-    """Add the names that NumPy 1.24 removed and MXNet 1.9.1 still uses; existing names stay."""
+    """Add the names that NumPy 1.24 removed, and 1.20 warns of, and MXNet 1.9.1 still uses; existing names stay."""
     import numpy
 
     version = tuple(int(part) for part in numpy.__version__.split(".")[:2])
-    if (1, 24) <= version < (2, 0):
+    if (1, 20) <= version < (2, 0):
         for builtin in (bool, int, float, complex, object, str):
             vars(numpy).setdefault(builtin.__name__, builtin)
 

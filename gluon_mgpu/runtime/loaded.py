@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from types import ModuleType
 
 from ..errors import MissingExtraError
@@ -34,7 +35,9 @@ def load_mxnet() -> ModuleType:
             "Run pip install 'numpy<2'."
         )
     try:
-        mxnet = importlib.import_module("mxnet")
+        with warnings.catch_warnings():  # of names in NumPy, which PYTHONWARNINGS=error makes errors
+            warnings.simplefilter("ignore", DeprecationWarning)
+            mxnet = importlib.import_module("mxnet")
     except OSError as error:  # the dynamic linker: libgomp.so.1, libcuda.so.1, ...
         raise ImportError(
             f"import gluon_mgpu: got {error}; expected the system libraries that MXNet's wheel is linked to. libgomp.so.1 is "

@@ -15,7 +15,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from gluon_mgpu.cli import main
+from gluon_mgpu.cli import _interrupts, main
 from gluon_mgpu.cli._options import best_of
 from gluon_mgpu.cli._output import print_table
 from gluon_mgpu.cli.main import CommandGroup
@@ -387,3 +387,19 @@ def test_without_an_output_a_command_ends_well():
 def test_tables_show_devices_as_text(capsys):
     print_table("gpu:free*2", ["spec"], [["gpu:free*2"]])
     assert capsys.readouterr().out.count("gpu:free*2") == 2
+
+
+def test_a_ctrl_c_that_an_import_has_lost_ends_the_command(monkeypatch):
+    monkeypatch.setattr(_interrupts, "_came", [])
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with _interrupts.noting_interrupts():
+            _interrupts.raise_lost()  # there was none
+        with _interrupts.noting_interrupts():
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                _interrupts.raise_lost()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, former)

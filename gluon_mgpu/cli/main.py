@@ -11,6 +11,7 @@ import click
 
 from .. import errors
 from ..version import __version__
+from ._interrupts import noting_interrupts
 
 _COMMANDS = {  # modules that hold a function of this name, and the first line of its help
     "agree": "Check that several devices train like one.",
@@ -106,7 +107,8 @@ def run() -> None:
     has_failed = False
     try:
         try:
-            main(prog_name="gluon-mgpu")
+            with noting_interrupts():
+                main(prog_name="gluon-mgpu")
         except SystemExit as end:
             has_failed = bool(end.code)
             raise

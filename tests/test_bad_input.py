@@ -104,6 +104,7 @@ WRONG = {
     "examples without labels": lambda w: mgpu.evaluate(w.net, [(X, None)]),
     "compiled layers that are synchronised": lambda w: w.fit(bn="sync", compiled="on"),
     "a frozen part that is none": lambda w: w.fit(callbacks=[mgpu.Finetune("0"), mgpu.Finetune("typo")]),
+    "a column without a name": lambda w: mgpu.EarlyStopping(""),
     "a column that is an array": lambda w: mgpu.EarlyStopping(np.ones(2)),
     "data-parallel layers that are an array": lambda w: mgpu.split_stages(w.net, 2, X, data_parallel=np.ones(2)),
 }

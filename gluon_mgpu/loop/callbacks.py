@@ -241,10 +241,10 @@ class Best:
 
     def __init__(self, monitor: str, mode: Optional[str] = None, min_delta: float = 0.0) -> None:
         one_of("callbacks", "mode", mode, (None, "min", "max"), advice="None decides by the name.")
-        instance("callbacks", "monitor", monitor, str, "a column of the history", advice="For example, pass 'test_loss'.")
-        self.monitor = self._asked = monitor
-        self._mode, self._min_delta = mode, min_delta
-        self.value, self.epoch = math.nan, 0
+        named = None if isinstance(monitor, str) and not monitor else monitor
+        instance("callbacks", "monitor", named, str, "a column of the history", advice="For example, pass 'test_loss'.")
+        self.value, self.epoch, self.monitor = math.nan, 0, monitor
+        self._asked, self._mode, self._min_delta = monitor, mode, min_delta
 
     def begin(self, state: FitState) -> None:
         """Start again, with the history of the resumed run if there is one.

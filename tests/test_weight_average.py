@@ -227,6 +227,13 @@ def test_update_bn_counts_examples_along_their_axis():
     assert net.running_mean.data(mx.cpu(0)).asscalar() == 3
 
 
+def test_update_bn_needs_no_labels():
+    net = nn.BatchNorm(in_channels=1, momentum=0.0)
+    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    mgpu.update_bn(net, [(mx.nd.array([[4.0], [8.0], [9.0]]), None)])
+    assert [float(mean.asscalar()) for mean in net.running_mean.list_data()] == [7.0, 7.0]
+
+
 def test_update_bn_rejects_gradients_that_it_would_lose():
     net = bn_net([mx.cpu()])
     trainer = make_trainer(net)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import threading
 from itertools import count
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 from gluon_mgpu.checkpoint import replace_folder
 from gluon_mgpu.checkpoint.manifest import FolderWriter
-from gluon_mgpu.checkpoint.replace_folder import new_folder, read_files, recover_path, remove
+from gluon_mgpu.checkpoint.replace_folder import explained, new_folder, read_files, recover_path, remove
+from gluon_mgpu.errors import SaveError
 
 FILES = ("manifest.json", "number", "bytes")
 
@@ -132,3 +134,10 @@ def test_a_folder_that_is_partly_removed_has_a_hidden_name(tmp_path, monkeypatch
     assert [name[:7] for name in names(tmp_path)] == [".f.gone"]
     write(tmp_path / "f", 2)
     assert names(tmp_path) == ["f"]
+
+
+def test_a_copy_that_fails_is_told_in_one_sentence(tmp_path):
+    failed = shutil.Error([("a", "b", "[Errno 28] No space left on device: 'a' -> 'b'")])
+    told = r"cannot be written \(\[Errno 28\] No space left on device: 'a' -> 'b'\); expected"
+    with pytest.raises(SaveError, match=told), explained("Checkpoint", tmp_path):
+        raise failed

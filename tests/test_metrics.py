@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import TrainerError
 from gluon_mgpu.loop.metrics import named_metrics
+from mxnet.gluon import nn
 
 
 def value(metric, output, label):
@@ -215,3 +216,10 @@ def test_shards_that_cannot_be_joined_are_counted_one_by_one(output, label):
         add_shard(sums, output, label)
     assert shapes == [(2, 2)] * 2
     assert sums.read() == {"hits": 0.5}
+
+
+def test_metrics_of_the_output_alone_need_no_labels():
+    net = nn.Dense(1, in_units=2, use_bias=False)
+    net.initialize(mx.init.One())
+    found = mgpu.evaluate(net, [(mx.nd.ones((3, 2)), None)], {"mean": lambda output, label: (output.sum(), output.size)})
+    assert found == {"mean": 2.0}

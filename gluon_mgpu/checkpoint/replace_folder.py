@@ -177,7 +177,7 @@ def explained(operation: str, folder: Path, *, left: str = "") -> Iterator[None]
     except SaveError:
         raise
     except OSError as error:
-        why = error.strerror or str(error).rsplit("[Errno", 1)[-1]  # of a copied folder, the last of its files
+        why = error.args[0][-1][-1] if isinstance(error, shutil.Error) else error.strerror or error  # the last copy that failed
         kept = f" {left}" if left and os.path.isdir(recover_path(folder)) else ""
         raise SaveError(
             f"{operation}: got {folder}, which cannot be written ({why}); expected a folder that this "

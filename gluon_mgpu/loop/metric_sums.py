@@ -79,7 +79,7 @@ class DeviceSums:
     def add_batch(self, batch: Batch) -> None:
         """Add every metric of a batch, and its losses, if any, as `loss`."""
         for i, (output, label) in enumerate(zip(batch.outputs, batch.labels)):
-            if label is None and self._metrics:
+            if label is None and self._joined:
                 raise TrainerError("metrics: got a batch without labels; expected one for each example. Pass (X, y).")
             about = self._about(batch, i, output, label)
             if about.form and self._joined:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator, Sequence, Type
+from typing import TYPE_CHECKING, Any, Iterator, Sequence, Tuple, Type
 
 from .errors import TrainerError, first_line, last_line
 
@@ -122,6 +122,17 @@ def check_function(operation: str, name: str, value: Any, *, advice: str, error:
     """
     if not callable(value) or isinstance(value, type):
         raise error(f"{operation}: got {_named(name, value)}; expected a function. {advice}")
+
+
+def texts_of(operation: str, name: str, texts: Any, *, error: Type[Exception] = TrainerError) -> Tuple[str, ...]:
+    """Return an iterable of texts as a tuple; raise `error` for anything else."""
+    try:
+        found = tuple(texts) if not isinstance(texts, (str, dict)) else (None,)
+    except TypeError:  # not an iterable, such as an array of no dimension
+        found = (None,)
+    if not all(isinstance(text, str) for text in found):
+        raise error(f"{operation}: got {name}={short(texts)}; expected a list of texts. Pass for example ['one', 'two'].")
+    return found
 
 
 def path_of(operation: str, name: str, value: Any, *, error: Type[Exception] = TrainerError) -> Path:

@@ -4,7 +4,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.data_parallel import iterators
+from gluon_mgpu.data import iterators
 from gluon_mgpu.errors import TrainerError
 from mxnet import gluon
 

@@ -4,11 +4,9 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.data import (
-    PairLoader,
-    unigram_log_p,
-)
+from gluon_mgpu.data import PairLoader
 from gluon_mgpu.errors import DataError
+from gluon_mgpu.models import unigram_log_p
 
 
 def make_pairs(num_examples, seed=0):

@@ -9,9 +9,9 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.checkpoint.resume import FitProgress, check_data, loader_epoch, remaining_batches, set_loader_epoch
 from gluon_mgpu.checkpoint.snapshot import read_content
 from gluon_mgpu.errors import StateError, TrainerError
-from gluon_mgpu.loop.resume import FitProgress, check_data, loader_epoch, remaining_batches, set_loader_epoch
 from mxnet import gluon
 
 from .conftest import largest_difference, small_batches, small_net, weights_of
@@ -180,7 +180,7 @@ def test_processes_that_would_resume_from_different_steps_are_refused(tmp_path, 
     fit(tmp_path)
     for other in (b"none", b"4"):
         ranks = SimpleNamespace(all_gather_bytes=lambda own, other=other: [own, other])
-        monkeypatch.setattr("gluon_mgpu.loop.resume.group", lambda ranks=ranks: ranks)
+        monkeypatch.setattr("gluon_mgpu.checkpoint.resume.group", lambda ranks=ranks: ranks)
         refused(f"would resume from the steps 8, {other.decode()}", tmp_path, "auto")
 
 

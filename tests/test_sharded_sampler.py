@@ -1,13 +1,11 @@
 """Sampling over processes: every example once, as many batches in each process, the same batches on any number of them."""
 
-import numpy as np
 import pytest
-from gluon_mgpu.data import ShardedSampler, skip_first_batches
+from gluon_mgpu.data import ShardedSampler
 from gluon_mgpu.distributed.process import Process
 from gluon_mgpu.errors import DataError
 from hypothesis import given
 from hypothesis import strategies as st
-from mxnet import gluon
 
 
 def samplers(num_processes, *arguments, **options):
@@ -55,35 +53,3 @@ def test_every_example_comes_once_and_all_have_as_many_batches(num_processes, mo
 def test_what_leaves_a_process_without_examples_is_refused(arguments, told):
     with pytest.raises(DataError, match=told):
         samplers(2, *arguments)
-
-
-# skip_first_batches
-
-
-class Counting:
-    """A data set that knows which examples were read."""
-
-    def __init__(self, size):
-        self.size, self.read = size, []
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        self.read.append(index)
-        return np.float32(index)
-
-
-def test_gluon_s_loader_does_not_read_what_is_left_out():
-    data = Counting(10)
-    loader = gluon.data.DataLoader(data, 2, shuffle=False)
-    skipping = skip_first_batches(loader, 3)
-    assert len(skipping) == 2
-    assert [batch.asnumpy().tolist() for batch in skipping] == [[6, 7], [8, 9]]
-    assert data.read == [6, 7, 8, 9]
-    assert len(skipping) == 5 and len(list(skipping)) == len(list(loader)) == 5  # once only
-
-
-def test_a_sampler_s_part_can_be_gone_on_with():
-    second = samplers(2, 10, 4, seed=5)[1], samplers(2, 10, 4, seed=5)[1]
-    assert list(skip_first_batches(second[0], 1)) == list(second[1])[1:]

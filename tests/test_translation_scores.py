@@ -1,10 +1,11 @@
 """Scores of translations, against counting by hand."""
 
 import math
+import unicodedata
 from collections import Counter
 
 import pytest
-from gluon_mgpu.models.seq2seq.translation_scores import score_signatures, translation_scores
+from gluon_mgpu.models.seq2seq.translation_scores import exact_match, score_signatures, translation_scores
 
 KOREAN = ["고양이 스무 마리가 있다", "오늘은 날씨가 좋다"]
 NEARLY = ["고양이 스물 마리가 있다", "오늘 날씨가 좋네"]
@@ -21,6 +22,11 @@ def counted_bleu(translations, references, split):
             total += sum(grams[0].values())
         logs.append(math.log(right / total))
     return 100 * math.exp(min(0, 1 - lengths[1] / lengths[0]) + sum(logs) / 4)
+
+
+def test_exact_match_counts_whole_sentences():
+    assert exact_match(["a b", "a c", " a  b ", "A b"], ["a b", "a b", "a b", "a b"]) == 0.5
+    assert exact_match([unicodedata.normalize("NFD", "세 시")], ["세 시"]) == 1
 
 
 def test_without_sacrebleu_there_is_the_exact_match(monkeypatch):

@@ -7,7 +7,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.trainer.averaged_weights import AveragedWeights
+from gluon_mgpu.loop.averaged_weights import AveragedWeights
 from mxnet.gluon import nn
 
 from .conftest import mostly_two

@@ -30,7 +30,7 @@ FILES = (PARAMS, STATES, TRAINING, PROGRESS, MANIFEST)
 AVERAGE = "average/"  # begins the names of averaged weights among the arrays
 SUM = "sum/"  # those of the sums of an epoch
 
-ProgressRecord = Dict[str, Any]  # the progress of a run, as values for JSON; see `loop/resume.py`
+ProgressRecord = Dict[str, Any]  # the progress of a run, as values for JSON; see `checkpoint/resume.py`
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from typing import Any, Callable, List, Optional, Sequence
 import mxnet as mx
 from mxnet import gluon
 
+from ..checkpoint.resume import num_batches_of
 from ..data import ArrayLoader, ImageData, load_digits, load_fashion_mnist, load_idx_folder, load_mnist
 from ..data_parallel.sharding import plan_shards, split_batch
 from ..errors import DataError
 from ..loop.callbacks import Progress, SaveHistory
 from ..loop.epoch_loop import Limits
-from ..loop.resume import num_batches_of
 from ..loop.save_checkpoints import Checkpoint
 from ..loop.trace import Trace
 from ..models import resnet18

@@ -21,13 +21,12 @@ from ..data import (
     read_pairs,
     read_tsv,
     split_pairs,
-    unigram_log_p,
 )
 from ..distributed.process import this_process
 from ..errors import DataError
 from ..loop.callbacks import Callback, EarlyStopping, SaveHistory
 from ..loop.history import History
-from ..models import SequenceLoss
+from ..models import SequenceLoss, unigram_log_p
 from ..models.seq2seq.training_callbacks import SaveTranslator, TokenProgress, ValidateTranslations
 from ..models.seq2seq.translation_scores import has_sacrebleu, score_signatures, translation_scores
 from ..models.seq2seq.translator import BEAM_SIZE, Translator, load_translator

@@ -7,17 +7,14 @@ from .images import load_digits as load_digits
 from .images import load_fashion_mnist as load_fashion_mnist
 from .images import load_mnist as load_mnist
 from .sharded_sampler import ShardedSampler as ShardedSampler
-from .sharded_sampler import skip_first_batches as skip_first_batches
 from .text.korean_numbers import korean_numbers as korean_numbers
 from .text.pair_loader import PairLoader as PairLoader
 from .text.pair_loader import encode_pairs as encode_pairs
 from .text.pair_selection import filter_pairs as filter_pairs
 from .text.pair_selection import split_pairs as split_pairs
 from .text.pairs import SentencePairs as SentencePairs
-from .text.pairs import exact_match as exact_match
 from .text.pairs import read_pairs as read_pairs
 from .text.pairs import read_tsv as read_tsv
-from .text.unigrams import unigram_log_p as unigram_log_p
 from .text.vocabulary import BOS as BOS
 from .text.vocabulary import EOS as EOS
 from .text.vocabulary import PAD as PAD

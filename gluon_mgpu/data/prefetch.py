@@ -9,13 +9,13 @@ from typing import Any, Deque, Generator, Iterable, Iterator, Optional, Sequence
 from mxnet import Context
 
 from ..checks import whole_number
-from ..data_parallel.iterators import as_pair, batches_of, check_iterable
 from ..data_parallel.plan import Planner, as_split
 from ..data_parallel.sharding import Shards, SplitFunction, split_batch
 from ..devices.select import check_contexts
 from ..nested import leaves
 from ..runtime.c_api import wait_until_unused
 from ..trainer.gradients import latest_split, restore_split
+from .iterators import as_pair, batches_of, check_iterable
 
 NUM_HELD = 4  # batches in use, in addition to those loaded ahead: the user's, and those of steps that still run
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import islice
-from typing import Any, Iterable, Iterator, List, Optional, TypeVar
+from typing import Iterator, List, Optional
 
 import numpy as np
-from mxnet import gluon
 
-from ..checks import MOST, MOST_SEED, flag, instance, whole_number
+from ..checks import MOST_SEED, flag, instance, whole_number
 from ..distributed.process import Process, this_process
 from ..errors import DataError
-
-Item = TypeVar("Item")
 
 
 class ShardedSampler:
@@ -63,11 +59,10 @@ class ShardedSampler:
         instance("ShardedSampler", "process", self._process, Process, "a Process", advice="Leave it out.", error=DataError)
         flag("ShardedSampler", "shuffle", shuffle, error=DataError)
         least = self._process.num_processes
-        sizes = (("num_examples", num_examples, least), ("batch_size", batch_size, least), ("seed", seed, 0))
-        for name, number, smallest in sizes:
-            advice = f"Give each of {least} processes at least one example of each batch."
-            most = MOST_SEED if name == "seed" else MOST
-            whole_number("ShardedSampler", name, number, low=smallest, high=most, advice=advice, error=DataError)
+        advice = f"Give each of {least} processes at least one example of each batch."
+        for name, number in (("num_examples", num_examples), ("batch_size", batch_size)):
+            whole_number("ShardedSampler", name, number, low=least, advice=advice, error=DataError)
+        whole_number("ShardedSampler", "seed", seed, low=0, high=MOST_SEED, advice="Pass for example 0.", error=DataError)
         self.num_examples, self.batch_size, self.shuffle, self.seed = int(num_examples), int(batch_size), shuffle, int(seed)
         self.epoch = 0
         begins = list(range(0, self.num_examples, self.batch_size))
@@ -86,68 +81,3 @@ class ShardedSampler:
             order = np.random.default_rng([self.seed, epoch]).permutation(self.num_examples)
         for begin, end in self._bounds:
             yield np.array_split(order[begin:end], self._process.num_processes)[self._process.rank].tolist()
-
-
-def skip_first_batches(loader: Iterable[Item], num_batches: int) -> LaterBatches[Item]:
-    """Return an iterable that skips the first batches of its first pass only, to resume within an epoch.
-
-    Gluon's DataLoader does not read the skipped examples; other iterators read and drop them.
-
-    Parameters
-    ----------
-    loader : iterable
-        A loader or a sampler.
-    num_batches : int
-
-    Raises
-    ------
-    DataError
-        The number is not a whole number of 0 or more.
-
-    Examples
-    --------
-    >>> batches = skip_first_batches([10, 20, 30], 2)
-    >>> list(batches), list(batches)
-    ([30], [10, 20, 30])
-
-    Source: the name is Accelerate's.
-    """
-    instance(
-        "skip_first_batches", "loader", loader, Iterable, "an iterable of batches", advice="Pass a DataLoader.", error=DataError
-    )
-    advice = "Pass batches, not examples."
-    return LaterBatches(
-        loader, whole_number("skip_first_batches", "num_batches", num_batches, low=0, advice=advice, error=DataError)
-    )
-
-
-class LaterBatches(Iterable[Item]):
-    """The iterable that `skip_first_batches` returns."""
-
-    def __init__(self, loader: Iterable[Item], num_batches: int) -> None:
-        self._loader, self._num_batches = loader, num_batches
-
-    def __len__(self) -> int:
-        """Return the number of batches of the next pass."""
-        return max(0, len(self._loader) - self._num_batches)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Item]:
-        num_left_out, self._num_batches = self._num_batches, 0
-        loader = self._loader
-        if num_left_out and isinstance(loader, gluon.data.DataLoader):
-            return _without_reading(loader, num_left_out)
-        return islice(loader, num_left_out, None)
-
-
-def _without_reading(loader: gluon.data.DataLoader, num_batches: int) -> Iterator[Any]:
-    """Yield a loader's batches after the first `num_batches`: these are drawn from its sampler, but not read."""
-    sampler = loader._batch_sampler
-    loader._batch_sampler = skip_first_batches(sampler, num_batches)
-    try:
-        loader.refresh()  # workers get the first batches of a pass before it begins
-        batches = iter(loader)
-        first = list(islice(batches, 1))
-    finally:
-        loader._batch_sampler = sampler
-    yield from first
-    yield from batches

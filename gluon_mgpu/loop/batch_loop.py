@@ -11,7 +11,7 @@ from typing import Any, Callable, Deque, Dict, Iterable, List, Optional, Sequenc
 
 import mxnet as mx
 
-from ..data_parallel.iterators import as_pair, batches_of, no_batch
+from ..data.iterators import as_pair, batches_of, no_batch
 from ..data_parallel.step import Batch
 from ..errors import NonFiniteLossError, StepError, last_line
 from ..nested import Array, is_device_array, map_leaves

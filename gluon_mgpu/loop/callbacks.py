@@ -12,6 +12,7 @@ from typing import Callable, Dict, List, Optional, Tuple, Union
 
 from mxnet import gluon
 
+from ..checkpoint.resume import Row
 from ..checkpoint.snapshot import CheckpointData, ProgressRecord
 from ..checks import instance, is_number, one_of, path_of, real_number
 from ..distributed.process import this_process
@@ -22,7 +23,6 @@ from ..runtime.units import format_column
 from ..trainer.trainer import Trainer
 from .batch_loop import EpochProgress
 from .history import History
-from .resume import Row
 
 
 @dataclass

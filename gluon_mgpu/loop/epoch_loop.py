@@ -10,8 +10,9 @@ from itertools import islice
 from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple
 
 from ..checkpoint.random_state import random_state, set_random_state
+from ..checkpoint.resume import FitProgress, Row, loader_epoch, num_batches_of, position_of, remaining_batches, set_loader_epoch
 from ..checkpoint.snapshot import SUM, CheckpointData, ProgressRecord, reseed
-from ..data_parallel.iterators import batches_of
+from ..data.iterators import batches_of
 from ..data_parallel.step import Batch
 from ..distributed.process import this_process
 from ..nested import Array
@@ -19,7 +20,6 @@ from .batch_loop import BatchLoop, EpochOptions, EpochProgress
 from .callbacks import Callback, FitState
 from .metric_sums import DeviceSums
 from .metrics import Metrics
-from .resume import FitProgress, Row, loader_epoch, num_batches_of, position_of, remaining_batches, set_loader_epoch
 from .save_checkpoints import Checkpoint
 from .stop_signals import raise_interrupt
 

@@ -6,8 +6,8 @@ from typing import Any, Dict, Iterable, Optional, Union
 
 from mxnet import gluon
 
+from ..data.iterators import check_iterable
 from ..data_parallel.compiled import make_passes
-from ..data_parallel.iterators import check_iterable
 from ..data_parallel.passes import Passes
 from ..data_parallel.plan import as_split
 from ..data_parallel.sharding import SplitFunction, split_batch

@@ -9,11 +9,12 @@ from typing import Any, Callable, Iterable, List, Optional, Sequence, Union
 
 from mxnet import gluon
 
+from ..checkpoint.resume import find_resumable, has_changed_rate, num_batches_of
 from ..checkpoint.save_and_load import ReadCheckpoint
 from ..checks import instance, short, whole_number
+from ..data.iterators import check_iterable
 from ..data_parallel.batchnorm import set_batch_norm
 from ..data_parallel.compiled import make_passes
-from ..data_parallel.iterators import check_iterable
 from ..data_parallel.sharding import SplitFunction, split_batch
 from ..data_parallel.step import TrainStep, check_network
 from ..distributed import any_process
@@ -28,7 +29,6 @@ from .epoch_loop import Limits, Run, call_each
 from .evaluate import run_evaluation
 from .history import History
 from .metrics import Metrics, check_metrics, metrics_for
-from .resume import find_resumable, has_changed_rate, num_batches_of
 from .save_checkpoints import Checkpoint
 from .stop_signals import CaughtSignal, StopVote, Terminated, catch_signals
 from .trace import Trace

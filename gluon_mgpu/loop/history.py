@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import List, Union
 
 from ..checkpoint.replace_folder import explained
+from ..checkpoint.resume import Row
 from ..plots import plot_history, save
 from ..runtime.new_files import new_file
-from .resume import Row
 
 
 @dataclass

@@ -10,8 +10,8 @@ import mxnet as mx
 from mxnet import Context, autograd, gluon
 
 from ..checks import flag, reason_of, whole_number
+from ..data.iterators import as_pair, batches_of, check_iterable, features_of, no_batch
 from ..data_parallel.compiled import make_passes
-from ..data_parallel.iterators import as_pair, batches_of, check_iterable, features_of, no_batch
 from ..data_parallel.sharding import Split, gather
 from ..data_parallel.step import EvalStep, check_network
 from ..distributed import group, without_group

@@ -7,7 +7,7 @@ from typing import Any, Iterable
 import mxnet as mx
 from mxnet import gluon
 
-from ..data_parallel.iterators import as_pair, batches_of, check_iterable, no_batch
+from ..data.iterators import as_pair, batches_of, check_iterable, no_batch
 from ..data_parallel.passes import Passes, run_backward
 from ..data_parallel.plan import as_split
 from ..data_parallel.sharding import SplitFunction, leaves_and_axes, split_batch

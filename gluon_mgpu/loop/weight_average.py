@@ -11,9 +11,9 @@ from ..checks import one_of, real_number, whole_number
 from ..errors import TrainerError
 from ..nested import Array
 from ..runtime.environment import logger
-from ..trainer.averaged_weights import AveragedWeights
 from ..trainer.local_sgd import LocalSGD
 from ..trainer.running_stats import running_stats
+from .averaged_weights import AveragedWeights
 from .callbacks import Callback, FitState
 
 

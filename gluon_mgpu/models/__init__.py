@@ -2,7 +2,7 @@
 
 ```
 images       resnet18, Residual
-translation  load_translator, translate, Translator, Translation, plot_attention; to train one: Seq2Seq, SequenceLoss
+translation  load_translator, translate, Translator, Translation, plot_attention; training: Seq2Seq, SequenceLoss, unigram_log_p
 ```
 """
 

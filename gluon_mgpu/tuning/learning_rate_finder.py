@@ -9,13 +9,13 @@ from typing import Any, Iterable, Iterator, List, Optional, Tuple, Union
 import numpy as np
 from mxnet import gluon
 
+from ..checkpoint.resume import loader_epoch, set_loader_epoch
 from ..checkpoint.save_and_load import remember
 from ..checks import instance, real_number, whole_number
-from ..data_parallel.iterators import as_pair, batches_of, check_iterable, no_batch
+from ..data.iterators import as_pair, batches_of, check_iterable, no_batch
 from ..data_parallel.sharding import SplitFunction, split_batch
 from ..data_parallel.step import Batch, check_network, eval_batch, train_batch
 from ..distributed import group
-from ..loop.resume import loader_epoch, set_loader_epoch
 from ..plots import figure, save
 from ..trainer.parameters import devices_of, has_values
 from ..trainer.trainer import Trainer

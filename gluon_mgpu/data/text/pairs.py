@@ -6,9 +6,9 @@ import codecs
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator, List, Sequence, Tuple, Type, Union
+from typing import Iterator, List, Sequence, Tuple, Union
 
-from ...checks import flag, instance, path_of, short, whole_number
+from ...checks import flag, instance, path_of, texts_of, whole_number
 from ...errors import DataError
 
 PathLike = Union[str, Path]
@@ -44,7 +44,7 @@ class SentencePairs:
 
     def __post_init__(self) -> None:
         for name in ("source", "target"):
-            object.__setattr__(self, name, texts_of("SentencePairs", name, getattr(self, name)))
+            object.__setattr__(self, name, texts_of("SentencePairs", name, getattr(self, name), error=DataError))
         if len(self.source) != len(self.target):
             raise DataError(
                 f"SentencePairs: got {len(self.source)} source and {len(self.target)} target sentences; expected as many of "
@@ -66,17 +66,6 @@ class SentencePairs:
     def swapped(self) -> SentencePairs:
         """Return the pairs for the other direction of translation."""
         return SentencePairs(self.target, self.source)
-
-
-def texts_of(operation: str, name: str, texts: Any, *, error: Type[Exception] = DataError) -> Tuple[str, ...]:
-    """Return an iterable of texts as a tuple; raise `error` for anything else."""
-    try:
-        found = tuple(texts) if not isinstance(texts, (str, dict)) else (None,)
-    except TypeError:  # not an iterable, such as an array of no dimension
-        found = (None,)
-    if not all(isinstance(text, str) for text in found):
-        raise error(f"{operation}: got {name}={short(texts)}; expected a list of texts. Pass for example ['one', 'two'].")
-    return found
 
 
 def normalise(text: str) -> str:
@@ -110,7 +99,6 @@ def read_pairs(source_path: PathLike, target_path: PathLike, *, keep_empty: bool
     OSError
         A file cannot be read.
     """
-    flag("read_pairs", "keep_empty", keep_empty, error=DataError)
     source, target = read_lines("read_pairs", source_path), read_lines("read_pairs", target_path)
     if len(source) != len(target):
         raise DataError(
@@ -141,7 +129,6 @@ def read_tsv(path: PathLike, *, source_column: int = 0, target_column: int = 1, 
     OSError
         The file cannot be read.
     """
-    flag("read_tsv", "keep_empty", keep_empty, error=DataError)
     columns = (source_column, target_column)
     for name, column in zip(("source_column", "target_column"), columns):
         whole_number("read_tsv", name, column, low=0, advice="The first column is 0.", error=DataError)
@@ -188,6 +175,7 @@ def lines_of(operation: str, content: bytes, path: PathLike) -> List[str]:
 
 def _paired(operation: str, rows: Sequence[Tuple[str, str]], places: Tuple[str, str], keep_empty: bool) -> SentencePairs:
     """Return normalised pairs; an error about an empty side names its file and line."""
+    flag(operation, "keep_empty", keep_empty, error=DataError)
     pairs = [(normalise(source), normalise(target)) for source, target in rows]
     for number, sides in enumerate(pairs, 1):
         if not keep_empty and not all(sides):
@@ -198,26 +186,3 @@ def _paired(operation: str, rows: Sequence[Tuple[str, str]], places: Tuple[str, 
     if not any(map(all, pairs)):
         raise DataError(f"{operation}: got no pair in {' and '.join(places)}; expected one or more. Check the files.")
     return SentencePairs([source for source, _ in pairs], [target for _, target in pairs])
-
-
-def exact_match(translations: Sequence[str], references: Sequence[str]) -> float:
-    """Return the share of translations that equal their reference, except for spaces and Unicode's forms.
-
-    Raises
-    ------
-    DataError
-        The numbers of translations and references differ, or are 0.
-
-    Examples
-    --------
-    >>> exact_match(["three", "twenty five"], ["three", "twenty-five"])
-    0.5
-    """
-    translations = texts_of("exact_match", "translations", translations)
-    references = texts_of("exact_match", "references", references)
-    if len(translations) != len(references) or not len(references):
-        raise DataError(
-            f"exact_match: got {len(translations)} translations and {len(references)} references; expected as many of each, 1 or "
-            "more. Translate every sentence."
-        )
-    return sum(normalise(one) == normalise(other) for one, other in zip(translations, references)) / len(references)

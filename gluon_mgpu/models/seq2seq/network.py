@@ -149,7 +149,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
             return (source, lengths, target, *self.encoder.start(source, lengths))
 
     def begin_at(self, log_p: np.ndarray) -> None:
-        """Let the output layer's bias begin at these log-probabilities: those of `data.unigram_log_p`. Call `initialize` next.
+        """Let the output layer's bias begin at these log-probabilities: those of `unigram_log_p`. Call `initialize` next.
 
         With a bias of zeros, Adam needs a thousand steps until the bias alone gives rare words their probability. Meanwhile the
         vectors before the output layer saturate to do the same, and the network remains at the entropy of the unigrams.

@@ -7,7 +7,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Dict, Sequence
 
-from ...data import exact_match
+from ...checks import texts_of
+from ...data.text.pairs import normalise
+from ...errors import DataError
 
 
 def has_sacrebleu() -> bool:
@@ -59,6 +61,29 @@ def _metrics(references: Sequence[str]) -> Dict[str, Any]:
     tokenize = "char" if _is_korean(references) else "13a"
     # force: sentences of few words that end in a period are not tokenized text, of which sacrebleu would warn
     return {"bleu": metrics.BLEU(tokenize=tokenize, force=True), "chrf": metrics.CHRF()}
+
+
+def exact_match(translations: Sequence[str], references: Sequence[str]) -> float:
+    """Return the share of translations that equal their reference, except for spaces and Unicode's forms.
+
+    Raises
+    ------
+    DataError
+        The numbers of translations and references differ, or are 0.
+
+    Examples
+    --------
+    >>> exact_match(["three", "twenty five"], ["three", "twenty-five"])
+    0.5
+    """
+    translations = texts_of("exact_match", "translations", translations, error=DataError)
+    references = texts_of("exact_match", "references", references, error=DataError)
+    if len(translations) != len(references) or not len(references):
+        raise DataError(
+            f"exact_match: got {len(translations)} translations and {len(references)} references; expected as many of each, 1 or "
+            "more. Translate every sentence."
+        )
+    return sum(normalise(one) == normalise(other) for one, other in zip(translations, references)) / len(references)
 
 
 def _is_korean(texts: Sequence[str]) -> bool:

@@ -16,9 +16,8 @@ from ...checkpoint.replace_folder import explained, new_folder, read_files
 from ...checkpoint.rotation import INNER
 from ...checkpoint.save_and_load import check_folder, check_parameters, set_parameters
 from ...checkpoint.snapshot import FILES, Snapshot, content_of, take_snapshot
-from ...checks import instance, path_of
+from ...checks import instance, path_of, texts_of
 from ...data import EOS, Vocabulary
-from ...data.text.pairs import texts_of
 from ...data.text.vocabulary import fingerprint
 from ...devices.select import check_contexts
 from ...distributed.process import this_process
@@ -131,7 +130,7 @@ class Translator:
         TrainerError
             `texts` is not a list of texts, or an option is invalid.
         """
-        texts = texts_of("Translator", "texts", texts, error=TrainerError)
+        texts = texts_of("Translator", "texts", texts)
         encoded = [self.source_vocabulary.encode(text) for text in texts]
         not_empty = [sentence for sentence in encoded if sentence]
         search.setdefault("length_ratio", self.length_ratio)

@@ -8,16 +8,16 @@ from typing import Any, Dict, Iterable, Iterator, List, Optional, Sized, Union
 
 from mxnet import gluon, io
 
-from ..checkpoint.random_state import random_state, set_random_state
-from ..checkpoint.rotation import checkpoint_in, find_checkpoints
-from ..checkpoint.save_and_load import ReadCheckpoint, read_checkpoint
-from ..checkpoint.snapshot import CheckpointData
 from ..checks import is_whole
-from ..data_parallel.iterators import batches_of, rolls_over
+from ..data.iterators import batches_of, rolls_over
 from ..distributed import group
 from ..errors import StateError
 from ..runtime.environment import logger
 from ..trainer.trainer import Trainer
+from .random_state import random_state, set_random_state
+from .rotation import checkpoint_in, find_checkpoints
+from .save_and_load import ReadCheckpoint, read_checkpoint
+from .snapshot import CheckpointData
 
 Row = Dict[str, float]
 

@@ -9,7 +9,7 @@ import numpy as np
 from mxnet import autograd, gluon
 
 from ..nested import Array
-from .parameters import named_params
+from ..trainer.parameters import named_params
 
 _MOST_ARRAYS = 45  # of one operation of MXNet's
 

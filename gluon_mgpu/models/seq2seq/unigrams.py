@@ -6,8 +6,8 @@ from typing import Sequence
 
 import numpy as np
 
+from ...data.text.vocabulary import EOS, checked
 from ...errors import DataError
-from .vocabulary import EOS, checked
 
 
 def unigram_log_p(sentences: Sequence[Sequence[int]], size: int) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 ```
 images       resnet18, Residual
-translation  load_translator, translate, Translator, Translation, plot_attention; training: Seq2Seq, SequenceLoss, unigram_log_p
+translation  load_translator, translate, Translator, Translation, plot_attention, exact_match
+training     Seq2Seq, SequenceLoss, unigram_log_p
 ```
 """
 

@@ -116,16 +116,16 @@ class Flags:
 
     def __init__(self, weights: Sequence[Array]) -> None:
         self._kept = list(weights)  # keeps the handles alive
-        self._values = (ctypes.c_int * len(self._kept))()
+        self._values = np.zeros(len(self._kept), np.intc)
         self._handles = [array.handle for array in self._kept]
-        size = ctypes.sizeof(ctypes.c_int)
-        self._places = [ctypes.byref(self._values, size * i) for i in range(len(self._kept))]
+        begin, size = self._values.ctypes.data, self._values.itemsize
+        self._places = [ctypes.c_void_p(begin + size * i) for i in range(len(self._kept))]
 
     def read(self) -> Any:
         """Return the flags as a NumPy array of bool, one per variable."""
         if any(map(_LOCKED.MXNDArrayGetGradState, self._handles, self._places)):  # no Python call per variable
             check_call(-1)  # raises MXNet's error
-        return np.array(self._values, dtype=bool)
+        return self._values != 0
 
     def put(self, which: Any, value: bool) -> None:
         """Set or clear the flags where `which`, an array of bool, is true."""

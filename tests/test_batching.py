@@ -66,7 +66,6 @@ def test_the_order_depends_on_seed_and_epoch_alone():
         (3, 3, {"batch_size": 0}, "batch_size=0"),
         (3, 3, {"batch_size": "2"}, "batch_size='2'"),
         (3, 3, {"last_batch": "rollover"}, "last_batch='rollover'"),
-        (3, 3, {"batch_size": 4, "last_batch": "discard"}, "3 examples for batches of 4"),
     ],
 )
 def test_bad_arguments_are_told(num_features, num_labels, options, told):

@@ -153,6 +153,29 @@ def test_other_layers(tmp_path, net, shape):
     np.testing.assert_allclose(run_onnx(tmp_path / "net.onnx", X)[0], net(mx.nd.array(X)).asnumpy(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("net", "size", "is_open"),
+    [
+        (nn.MaxPool2D(3, 3, 1, ceil_mode=True), 15, False),  # ONNX leaves out a window that begins behind the image
+        (
+            sequence(nn.Conv2D(4, 3, 2, 1), nn.HybridLambda(lambda F, x: F.contrib.AdaptiveAvgPooling2D(x, output_size=2))),
+            15,
+            False,
+        ),
+        (sequence(nn.Conv2D(4, 3, 2, 1), nn.HybridLambda(lambda F, x: F.contrib.AdaptiveAvgPooling2D(x))), 15, True),
+        (nn.Conv2D(4, 3, 2, 1, prefix="합성곱_"), 15, True),
+    ],
+)
+def test_images_of_any_size(tmp_path, net, size, is_open):
+    """Only where the file computes them, too: one size more than the sample's may not show that."""
+    pytest.importorskip("onnx")
+    axes, path = [[("data", 0)], [("data", 2)], [("data", 3)]], tmp_path / "net.onnx"
+    sizes = mgpu.export(initialized(net), path, np.random.normal(size=(2, 3, size, size)), dynamic_axes=axes).inputs["data"]
+    assert [isinstance(one, str) for one in sizes] == [True, False, is_open, is_open]
+    X = np.random.normal(size=(1, 3, *[size + 16 * is_open] * 2)).astype("float32")
+    np.testing.assert_allclose(run_onnx(path, X)[0], net(mx.nd.array(X)).asnumpy(), rtol=1e-4, atol=1e-5)
+
+
 class Fixed(nn.HybridBlock):
     def hybrid_forward(self, F, x):
         return F.reshape(x, shape=(2, -1)) + F.ones((2, 3))
@@ -281,8 +304,9 @@ def test_a_file_that_differs_is_not_left_behind(tmp_path, path):
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     net[0].weight.set_data(net[0].weight.data() * 2)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("run_onnx", "run_symbol"):
-            patch.setattr(f"gluon_mgpu.exporters.export.{name}", lambda *args: [np.full((5, 9), np.nan)])
+        found = [np.full((5, 9), np.nan)]
+        patch.setattr("gluon_mgpu.exporters.export.run_onnx", lambda *args: [found])
+        patch.setattr("gluon_mgpu.exporters.export.run_symbol", lambda *args: found)
         with pytest.raises(TrainerError, match="expected at most 0.0001"):
             mgpu.export(net, tmp_path / path, X)
         for name in ("run_onnx", "run_symbol"):

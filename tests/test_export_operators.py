@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mxnet.gluon import nn, rnn
 
-from .test_export import initialized, run_onnx
+from .test_export import initialized, run_onnx, sequence
 
 ROWS = (4, 6)
 IMAGES = (2, 4, 6, 5)
@@ -44,6 +44,7 @@ def agrees_in_onnx(tmp_path, net, *shapes):
     found, expected = run_onnx(tmp_path / "net.onnx", *others), values(net(*map(as_array, others)))
     assert [array.shape for array in found] == [array.shape for array in expected]
     for ours, theirs in zip(found, expected):
+        assert ours.dtype == theirs.dtype
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -55,6 +56,9 @@ def agrees_in_onnx(tmp_path, net, *shapes):
         (lambda F, x: F.softsign(x), ROWS),
         (lambda F, x: F.broadcast_add(F.mean(x, axis=1, exclude=True), F.sum(x).reshape((1, 1))), IMAGES),
         (lambda F, x: F.max(x, axis=(1, -1), keepdims=True), IMAGES),
+        (lambda F, x: F.one_hot(F.floor(5 * x), depth=3, on_value=2), ROWS),
+        (lambda F, x: F.softmax(300 * x, axis=1), IMAGES),
+        (lambda F, x: F.softmax(x, F.cast(6 * F.relu(F.max(x, axis=1) - 0.9), "int32"), axis=1, use_length=True), ROWS),
         *[(lambda F, x, mode=mode: F.L2Normalization(x, mode=mode), IMAGES) for mode in ("instance", "channel", "spatial")],
     ],
 )
@@ -71,7 +75,7 @@ def test_functions_in_onnx(tmp_path, capsys, function, shape):
         lambda F, x: F.np.exp(x) + (x == x) + F.np.arange(6),
         lambda F, x: x - x.mean(axis=1, keepdims=True) / F.np.square(x).max(),
         lambda F, x: F.np.dot(x, x.T) + F.np.matmul(x, x.reshape(-1, 6).T),
-        lambda F, x: (F.np.argmax(x, axis=1), x.max(), x.sum()),
+        lambda F, x: (F.np.argmax(x, axis=1), x.max(), x.sum(), x > 0),
         lambda F, x: F.np.matmul(x, x.T),
     ],
 )
@@ -85,6 +89,15 @@ def test_batch_norm_along_another_axis(tmp_path):
     net = nn.HybridSequential()
     net.add(nn.Dense(3, flatten=False), nn.BatchNorm(axis=-1, beta_initializer="ones"), nn.BatchNorm(axis=2))
     agrees_in_onnx(tmp_path, initialized(net), (2, 4, 5))
+
+
+def test_layers_whose_parameters_mxnet_s_converter_takes_as_they_are(tmp_path):
+    net = initialized(sequence(nn.BatchNorm(axis=-1, in_channels=6, scale=False), nn.PReLU(in_channels=6)))
+    net[0].gamma.set_data(2 * mx.nd.ones(6))
+    net.hybridize()  # in a graph, MXNet counts this gamma as 1
+    agrees_in_onnx(tmp_path, net, ROWS)
+    agrees_in_onnx(tmp_path, initialized(nn.PReLU(in_channels=4)), IMAGES)
+    agrees_in_onnx(tmp_path, initialized(Calls(lambda F, layer, x: layer(9 * x), nn.Embedding(3, 2))), ROWS)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def make_loader(num_examples=60, batch_tokens=120, **options):
 
 def read(loader):
     """The indices of each batch of one epoch; every array must be what the sentences say."""
-    sides = make_pairs(loader.num_examples)
+    sides = make_pairs(len(loader.lengths))
     batches = []
     for (source, source_length, target_input), (target_output, target_length) in loader:
         arrays = source, target_input, target_output

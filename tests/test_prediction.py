@@ -190,11 +190,12 @@ def test_memory_of_numpy_batches_is_not_written_while_outputs_share_it(devices):
     assert (predict(Calls(lambda x: x, devices), list(rows), max_inflight=2).reshape(30, 6, 3) == rows).all()
 
 
-def test_a_network_whose_shapes_are_unknown_yet_predicts(devices, arrays):
+@pytest.mark.parametrize("compiled", ["auto", "on"])
+def test_a_network_whose_shapes_are_unknown_yet_predicts(devices, arrays, compiled):
     net = nn.Dense(3)
     net.initialize(mx.init.Uniform(1), ctx=devices)
     (X,) = make_batches(6)
-    np.testing.assert_allclose(predict(net, [X]), in_numpy(net, X), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(predict(net, [X], compiled=compiled), in_numpy(net, X), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("at", [1, 4, 6])

@@ -22,6 +22,7 @@ from ..data import (
     read_tsv,
     split_pairs,
 )
+from ..data.text.vocabulary import SPECIAL
 from ..distributed.process import this_process
 from ..errors import DataError
 from ..loop.callbacks import Callback, EarlyStopping, SaveHistory
@@ -190,7 +191,8 @@ def _usual_size(sentences: Sequence[str], kind: str) -> int:
         return _MOST_TOKENS
     num_characters = len(set("".join(sentences)))
     num_words = max(sum(len(text.split()) for text in sentences), sum(map(len, sentences)) / 6)  # where no spaces divide words
-    return min(_MOST_TOKENS, num_characters + round(1.25 * (num_words / len(sentences)) ** 1.5 * len(sentences) ** 0.5))
+    num_longer = round(1.25 * (num_words / len(sentences)) ** 1.5 * len(sentences) ** 0.5)
+    return min(_MOST_TOKENS, num_characters + max(num_longer, len(SPECIAL) + 1))  # and the sign for a space
 
 
 def _korean_numbers(seed: int) -> Corpus:

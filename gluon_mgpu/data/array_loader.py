@@ -65,10 +65,6 @@ class ArrayLoader:
         whole_number("ArrayLoader", "batch_size", batch_size, advice=advice, error=DataError)
         whole_number("ArrayLoader", "seed", seed, low=0, high=MOST_SEED, advice="Pass for example 0.", error=DataError)
         one_of("ArrayLoader", "last_batch", last_batch, ("keep", "discard"), advice="'keep' uses every example.", error=DataError)
-        if last_batch == "discard" and len(X) < batch_size:
-            raise DataError(
-                f"ArrayLoader: got {len(X)} examples for batches of {batch_size}; expected one batch. Pass last_batch='keep'."
-            )
         self.X, self.y = X, y
         self.batch_size, self.shuffle, self.seed = int(batch_size), shuffle, seed
         self.epoch = 0

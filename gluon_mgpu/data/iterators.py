@@ -52,7 +52,13 @@ def batches_of(data_iter: Iterable[Any]) -> Iterator[Any]:
     """Return an iterator over one pass.
 
     An iterator of `mx.io` is reset first, and yields its batches without the examples that pad the last one. Batches of
-    iterators written in C++ are copied, because these write the next batch into the same memory.
+    iterators written in C++ are copied, because these write the next batch into the same memory. They do not say what fills the
+    last one: with `round_batch=True` the first examples of the next pass, which a reset leaves out of it.
+
+    Raises
+    ------
+    TrainerError
+        At that batch, unless their attribute `last_batch_handle` is `"pad"` or `"roll_over"`.
 
     Examples
     --------
@@ -62,10 +68,11 @@ def batches_of(data_iter: Iterable[Any]) -> Iterator[Any]:
     """
     if not isinstance(data_iter, DataIter):
         return iter(data_iter)
-    data_iter.reset()
-    layout = str(getattr(data_iter, "layout", "N"))
     copies = isinstance(data_iter, mx.io.MXDataIter)
-    return map(partial(_own, axis=max(0, layout.find("N")), rolls_over=rolls_over(data_iter), copies=copies), data_iter)
+    if not copies or data_iter.first_batch is None:  # a new one begins by itself
+        data_iter.reset()
+    axis, fills = max(0, str(getattr(data_iter, "layout", "N")).find("N")), _last_batch(data_iter)
+    return map(partial(_own, axis=axis, fills=fills, copies=copies), data_iter)
 
 
 def as_pair(item: Any, operation: str) -> Tuple[Any, Any]:
@@ -100,13 +107,25 @@ def _one(arrays: Any) -> Any:
 
 def rolls_over(data_iter: Any) -> bool:
     """Return whether `pad` counts new examples: those that one epoch leaves for the next."""
-    inner = getattr(data_iter, "data_iter", None) or next(iter(getattr(data_iter, "iters", None) or ()), None)  # it wraps another
-    return getattr(data_iter, "last_batch_handle", "") == "roll_over" or (inner is not None and rolls_over(inner))
+    return _last_batch(data_iter) == "roll_over"
 
 
-def _own(batch: DataBatch, axis: int = 0, rolls_over: bool = False, copies: bool = False) -> DataBatch:
+def _last_batch(data_iter: Any) -> str:
+    """Return what a data iterator, or one that it wraps, does with a last batch that is not full; "" if it does not say so."""
+    inner = getattr(data_iter, "data_iter", None) or next(iter(getattr(data_iter, "iters", None) or ()), None)
+    usual = "" if isinstance(data_iter, mx.io.MXDataIter) else "pad"
+    return str(getattr(data_iter, "last_batch_handle", usual if inner is None else _last_batch(inner)))
+
+
+def _own(batch: DataBatch, axis: int = 0, fills: str = "pad", copies: bool = False) -> DataBatch:
     """Return a batch without its padding, as arrays of the current mode."""
-    num_padded = 0 if rolls_over else batch.pad or 0
+    num_padded = 0 if fills == "roll_over" else batch.pad or 0
+    if num_padded and not fills:
+        raise TrainerError(
+            f"data_iter: got a last batch that an iterator written in C++ has filled with {num_padded} examples; expected it to "
+            "say with which. Make it with round_batch=False, and set data_iter.last_batch_handle = 'pad'. To train with "
+            "round_batch=True, set it to 'roll_over'."
+        )
 
     def own(array: Optional[Array]) -> Any:
         if array is None:

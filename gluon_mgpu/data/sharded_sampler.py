@@ -76,8 +76,7 @@ class ShardedSampler:
 
     def __iter__(self) -> Iterator[List[int]]:
         epoch, self.epoch = self.epoch, self.epoch + 1
-        order = np.arange(self.num_examples)
-        if self.shuffle:
-            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_examples)
+        rng = np.random.default_rng([self.seed, epoch])
+        order = rng.permutation(self.num_examples) if self.shuffle else np.arange(self.num_examples)
         for begin, end in self._bounds:
             yield np.array_split(order[begin:end], self._process.num_processes)[self._process.rank].tolist()

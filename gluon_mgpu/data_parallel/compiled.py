@@ -17,7 +17,7 @@ from ..nested import Array
 from ..refusals import refusal
 from ..runtime.environment import logger
 from ..trainer.gradients import note_written
-from ..trainer.parameters import spans_devices
+from ..trainer.parameters import has_values, spans_devices
 from ..trainer.slab import MOVES
 from ..trainer.trainer import Trainer
 from .batchnorm import is_synchronised
@@ -130,6 +130,8 @@ class CompiledPasses(Passes):
             key = (mx.util.is_np_array(), *map(form_of, Xs), *map(form_of, ys))
             if plan is not None and plan.split is not None:
                 plan.shards = key
+        if not (self._graphs or has_values(self._net)):
+            Passes(self._net, None, trains=False).forward(operation, Xs[:1], ys[:1])  # it decides shapes
         executors = self._bound.pop(key, None) or self._bind(Xs, ys)
         self._bound[key] = executors  # the latest one at the end
         if len(self._bound) > MOST:

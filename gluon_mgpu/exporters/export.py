@@ -193,10 +193,9 @@ def _export_translator(translator: Translator, path: Path, check: bool, toleranc
 
 def _checked_onnx(graph: ExportGraph, file: Path, axes: OpenAxes, tolerance: float) -> float:
     """Return the largest difference for the sample, and for other sizes of the open axes."""
-    difference = _compared("onnx", run_onnx(file, graph.inputs), graph.outputs, tolerance)
-    if axes.names:
-        difference = max(difference, _compared("onnx", run_onnx(file, axes.inputs), axes.outputs, tolerance))
-    return difference
+    trials = [(graph.inputs, graph.outputs), *axes.trials]
+    found = run_onnx(file, [inputs for inputs, _ in trials])
+    return max(_compared("onnx", one, outputs, tolerance) for one, (_, outputs) in zip(found, trials))
 
 
 def _compared(format: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray], tolerance: float) -> float:

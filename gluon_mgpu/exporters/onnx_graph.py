@@ -63,7 +63,7 @@ def prepared(traced: ExportGraph) -> Tuple[Any, Dict[str, np.ndarray]]:
         name = f"{node['name']}_parameters"
         values[name] = _value(graph, index, traced.params)
         graph["nodes"][index] = {"op": "null", "name": name, "inputs": []}
-    symbol = mx.sym.load_json(json.dumps(_with_arguments(graph)))
+    symbol = mx.sym.load_json(json.dumps(_with_arguments(graph), ensure_ascii=False))
     return symbol, {name: value for name, value in values.items() if name in symbol.list_inputs()}
 
 
@@ -121,7 +121,7 @@ def _with_arguments(graph: Dict[str, Any]) -> Dict[str, Any]:
 
 def _value(graph: Dict[str, Any], index: int, params: Dict[str, np.ndarray]) -> np.ndarray:
     """Return the value of a node that depends on parameters alone."""
-    symbol = mx.sym.load_json(json.dumps({**_with_arguments(graph), "heads": [[index, 0, 0]]}))
+    symbol = mx.sym.load_json(json.dumps({**_with_arguments(graph), "heads": [[index, 0, 0]]}, ensure_ascii=False))
     missing = [name for name in symbol.list_inputs() if name not in params]
     if missing:
         raise TrainerError(

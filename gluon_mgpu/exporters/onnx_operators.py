@@ -36,6 +36,8 @@ class Operator:
         Whether the network takes np arrays.
     outputs : list of str
         The values in the file that it writes; a converter may change them.
+    result : list
+        The dtypes of its outputs, usually that of the first input; a converter may change them.
     nodes, constants : list
         What the converter adds.
     """
@@ -58,7 +60,7 @@ class Operator:
         self.inputs = [known[source][number].name for source, number in places]
         self.dtypes = [known[source][number].dtype for source, number in places]
         self.shapes = [shapes[nodes[source]["name"]][number] for source, number in places if shapes]
-        self.outputs = [self.name]
+        self.outputs, self.result = [self.name], self.dtypes[:1] * 100
         self.nodes: List[Any] = []
         self.constants: List[Any] = []
 
@@ -122,17 +124,19 @@ def _reduced(kind: str, op: Operator) -> None:
         op.end("Reshape", op.add(kind, *read, keepdims=0, **options), op.constant([1]))
 
 
-def _batch_norm(op: Operator) -> Any:
-    rank = len(op.shapes[0])
-    axis = op.attrs.get("axis", 1) % rank
-    if axis == 1:
-        return NotImplemented
-    order = list(range(rank))
-    order[1], order[axis] = axis, 1
+def _batch_norm(op: Operator) -> None:
+    axis = op.attrs.get("axis", 1) % len(op.shapes[0])
+    data, gamma, *rest = op.inputs
+    if op.attrs.get("fix_gamma", True):
+        gamma = op.constant(np.ones(op.shapes[0][axis]), op.dtypes[1])
     epsilon = float(op.attrs.get("eps", 1e-3))
-    moved = op.add("Transpose", op.inputs[0], perm=order)
-    op.end("Transpose", op.add("BatchNormalization", moved, *op.inputs[1:], epsilon=epsilon), perm=order)
-    return None
+    if axis == 1:
+        op.end("BatchNormalization", data, gamma, *rest, epsilon=epsilon)
+        return
+    order = list(range(len(op.shapes[0])))
+    order[1], order[axis] = axis, 1
+    moved = op.add("Transpose", data, perm=order)
+    op.end("Transpose", op.add("BatchNormalization", moved, gamma, *rest, epsilon=epsilon), perm=order)
 
 
 def _group_norm(op: Operator) -> None:
@@ -151,6 +155,48 @@ def _l2_normalization(op: Operator) -> None:
     op.end("Div", op.inputs[0], op.add("Sqrt", total))
 
 
+def _embedding(op: Operator) -> None:
+    """Convert Embedding: MXNet clips indices that are out of range."""
+    whole = op.add("Cast", op.inputs[0], to=op.code("int64"))
+    clipped = op.add("Min", op.add("Max", whole, op.constant(0)), op.constant(op.attrs["input_dim"] - 1))
+    op.end("Gather", op.inputs[1], clipped)
+    op.result = [op.dtypes[1]]
+
+
+def _one_hot(op: Operator) -> None:
+    """Convert one_hot: indices out of range, such as -1, give no one."""
+    dtype = op.attrs.get("dtype", "float32")
+    index = op.add("Unsqueeze", op.add("Cast", op.inputs[0], to=op.code("int64")), op.constant([-1]))
+    values = [op.constant(op.attrs.get(name, default), dtype) for name, default in (("on_value", 1), ("off_value", 0))]
+    op.end("Where", op.add("Equal", index, op.constant(np.arange(op.attrs["depth"]))), *values)
+    op.result = [np.dtype(dtype)]
+
+
+def _leaky_relu(op: Operator) -> Any:
+    if op.attrs.get("act_type") != "prelu":
+        return NotImplemented
+    data, slope = op.inputs
+    ones = [1] * (len(op.shapes[0]) - 2)  # the axes behind the channels
+    op.end("PRelu", data, op.add("Reshape", slope, op.constant([-1, *ones])) if ones else slope)
+    return None
+
+
+def _softmax(op: Operator) -> None:
+    """Convert softmax. MXNet's converter overflows unless the axis is the last; what is beyond a length has no share."""
+    axis, rank, dtype = op.attrs.get("axis", -1) % len(op.shapes[0]), len(op.shapes[0]), op.dtypes[0]
+    data = op.add("Div", op.inputs[0], op.constant(op.attrs.get("temperature") or 1.0, dtype))
+    if not op.attrs.get("use_length"):
+        op.end("Softmax", data, axis=axis)
+        return
+    size = op.add("Gather", op.add("Shape", data), op.constant(axis))
+    places = op.add("Range", op.constant(0), size, op.constant(1))
+    places = op.add("Unsqueeze", places, op.constant([one for one in range(rank) if one != axis]))
+    lengths = op.add("Unsqueeze", op.add("Cast", op.inputs[1], to=op.code("int64")), op.constant([axis]))
+    inside = op.add("Less", places, lengths)
+    shares = op.add("Softmax", op.add("Where", inside, data, op.constant(np.finfo(dtype).min, dtype)), axis=axis)
+    op.end("Where", inside, shares, op.constant(0, dtype))
+
+
 def _means(size: int, parts: int) -> np.ndarray:
     """Return the matrix, shape (parts, size), of the means over parts of about one size; neighbours may overlap by one."""
     first, places = np.arange(parts), np.arange(size)
@@ -162,6 +208,9 @@ def _means(size: int, parts: int) -> np.ndarray:
 def _adaptive_pooling(op: Operator) -> None:
     height, width = op.shapes[0][2:]
     wanted = np.atleast_1d(op.attrs.get("output_size") or 1)
+    if max(wanted) == 1:  # of images of any size
+        op.end("GlobalAveragePool", op.inputs[0])
+        return
     rows, columns = _means(height, int(wanted[0])), _means(width, int(wanted[-1])).T
     found = op.add("MatMul", op.inputs[0], op.constant(columns, op.dtypes[0]))
     op.end("MatMul", op.constant(rows, op.dtypes[0]), found)
@@ -239,11 +288,15 @@ OPERATORS: Dict[str, Converter] = {  # by the names of MXNet's operators; `NotIm
     **{f"broadcast_{name}": partial(_compared, kind) for name, kind in _COMPARED.items()},
     **{name: partial(_reduced, f"Reduce{name.capitalize()}") for name in ("sum", "mean", "prod", "max", "min")},
     "BatchNorm": _batch_norm,
+    "Embedding": _embedding,
     "GroupNorm": _group_norm,
     "L2Normalization": _l2_normalization,
+    "LeakyReLU": _leaky_relu,
     "RNN": _recurrent,
     "Reshape": _reshape,
     "SequenceLast": _last,
     "_contrib_AdaptiveAvgPooling2D": _adaptive_pooling,
     "_np_dot": partial(_same, "MatMul"),
+    "one_hot": _one_hot,
+    "softmax": _softmax,
 }

@@ -112,6 +112,10 @@ if __name__ == "__main__":
     if sys.argv[1:] in (["-h"], ["--help"]):
         print(__doc__)
         sys.exit()
+    sys.stdin.reconfigure(encoding="utf-8-sig")  # type: ignore[union-attr]  # Windows' editors begin a file with a mark
     translator = OnnxTranslator(Path(__file__).parent)
-    for line in sys.argv[1:] or sys.stdin:
-        print(translator.translate([line])[0], flush=True)
+    try:
+        for line in sys.argv[1:] or sys.stdin:
+            print(translator.translate([line])[0], flush=True)
+    except UnicodeDecodeError as error:
+        sys.exit(f"translate.py: got text that is not UTF-8 ({error}); expected UTF-8. Convert it with iconv.")

@@ -28,7 +28,7 @@ def write_symbol(graph: ExportGraph, symbol_file: Path, params_file: Path) -> No
     for node in described["nodes"]:
         if graph.is_np and node["op"] == "_zeros":  # a recurrent layer's first state: 0 is unknown for legacy arrays, -1 for np
             node["attrs"]["shape"] = re.sub(r"\b0\b", "-1", node["attrs"]["shape"])
-    symbol_file.write_text(json.dumps(described, indent=2), encoding="utf-8")
+    symbol_file.write_text(json.dumps(described, ensure_ascii=False, indent=2), encoding="utf-8")
     running = set(graph.symbol.list_auxiliary_states())
     named = {f"{'aux' if name in running else 'arg'}:{name}": value for name, value in graph.params.items()}
     with open(params_file, "wb") as file:

@@ -22,6 +22,7 @@ from .onnx_operators import OPERATORS, Operator, Output
 from .sampled_graph import ExportGraph, legacy_mode, shapes_in
 
 OPSET = 13  # the newest that MXNet's converters know
+_MORE = (1, 2, 3, 5, 8)  # than the sample has, along open axes: strides and windows hide what single sizes show
 IR_VERSION = 8  # of files, for ONNX Runtime 1.10 and later
 _TYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
 
@@ -37,15 +38,12 @@ class OpenAxes:
     ----------
     names : dict of str to dict of int to str
         By input and axis; axes of one name have one size.
-    inputs : dict of str to numpy.ndarray
-        The sample with one more along each of these axes.
-    outputs : list of numpy.ndarray
-        The network's, for these inputs.
+    trials : list of (inputs, outputs)
+        The sample with more along each of these axes, and what the network computes of it.
     """
 
     names: Axes
-    inputs: Dict[str, np.ndarray]
-    outputs: List[np.ndarray]
+    trials: List[Tuple[Dict[str, np.ndarray], List[np.ndarray]]]
 
     def sizes(self, name: str, shape: Sequence[int]) -> Tuple[Union[int, str], ...]:
         """Return the shape of an input, with the names of its open axes."""
@@ -96,7 +94,6 @@ def _converted(onnx: Any, graph: ExportGraph, axes: OpenAxes) -> Any:
                 constants.append(onnx.numpy_helper.from_array(np.asarray(value, order="C"), name))
             continue
         operator = Operator(onnx, nodes, index, known, shapes, params, graph.is_np)
-        dtypes = operator.dtypes[:1] * 100
         ours = OPERATORS.get(node["op"])
         if ours is None or ours(operator) is NotImplemented:
             convert = registry.get(OPSET, {}).get(node["op"]) or registry.get(OPSET - 1, {}).get(node["op"])
@@ -104,23 +101,27 @@ def _converted(onnx: Any, graph: ExportGraph, axes: OpenAxes) -> Any:
                 raise NotImplementedError(f"no converter for {node['op']}")
             asked = {"mx_graph": nodes, "initializer": constants, "outputs_lookup": known, "idx": index, "opset_version": OPSET}
             found = convert(node, **asked)
-            found, dtypes = found if isinstance(found, tuple) else (found, dtypes)
+            found, operator.result = found if isinstance(found, tuple) else (found, operator.result)
             operator.nodes = [one for one in found if isinstance(one, onnx.NodeProto)]
             written = chain.from_iterable(one.output for one in found if isinstance(one, onnx.NodeProto))
             numbers = {int(one[len(name) :] or -1): one for one in written if re.fullmatch(re.escape(name) + r"\d{0,2}", one)}
             operator.outputs = [numbers[number] for number in sorted(numbers)] or [found[-1].name]
         made += operator.nodes
         constants += operator.constants
-        known.append([Output(*pair) for pair in zip(operator.outputs, dtypes)])
+        known.append([Output(*pair) for pair in zip(operator.outputs, operator.result)])
     heads = [known[index][number].name for index, number, *_ in described["heads"]]
     read = {name for node in made for name in node.input} | set(heads)
     describe, code = onnx.helper.make_tensor_value_info, onnx.helper.np_dtype_to_tensor_dtype
     inputs = [describe(name, code(value.dtype), axes.sizes(name, value.shape)) for name, value in graph.inputs.items()]
     outputs = []
     types = symbol.infer_type(**{name: value.dtype for name, value in {**graph.inputs, **params}.items()})[1]
-    for name, dtype, first, second in zip(heads, types, graph.outputs, axes.outputs):
-        sizes = [size if size == moved else None for size, moved in zip(first.shape, second.shape)]
-        outputs.append(describe(name, code(np.dtype(dtype)), sizes))
+    for at, (name, dtype, first) in enumerate(zip(heads, types, graph.outputs)):
+        if np.dtype(dtype) != first.dtype:  # that of an operator for np arrays
+            made.append(onnx.helper.make_node("Cast", [name], [f"{name}_cast"], to=code(first.dtype)))
+            name = f"{name}_cast"
+        others = [found[at].shape for _, found in axes.trials]
+        sizes = [size if all(shape[i] == size for shape in others) else None for i, size in enumerate(first.shape)]
+        outputs.append(describe(name, code(first.dtype), sizes))
     return onnx.helper.make_graph(made, "gluon_mgpu", inputs, outputs, [one for one in constants if one.name in read])
 
 
@@ -140,8 +141,8 @@ def _mapping_of(onnx: Any) -> Iterator[None]:
             onnx.mapping = before
 
 
-def run_onnx(path: Path, inputs: Dict[str, np.ndarray]) -> List[np.ndarray]:
-    """Return ONNX Runtime's outputs of a file.
+def run_onnx(path: Path, trials: Sequence[Dict[str, np.ndarray]]) -> List[List[np.ndarray]]:
+    """Return ONNX Runtime's outputs of a file, for each of these inputs.
 
     Raises
     ------
@@ -153,13 +154,12 @@ def run_onnx(path: Path, inputs: Dict[str, np.ndarray]) -> List[np.ndarray]:
     options.log_severity_level = 4  # its errors are raised
     try:
         session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        found: List[np.ndarray] = session.run(None, inputs)
+        return [session.run(None, inputs) for inputs in trials]
     except Exception as error:  # ONNX Runtime's own classes differ between versions
         raise TrainerError(
             f"export: got an ONNX file that ONNX Runtime rejects: {reason_of(error)}; expected one that it runs. Export "
             "with a symbol prefix."
         ) from error
-    return found
 
 
 def open_axes(graph: ExportGraph, wanted: Optional[Sequence[Group]]) -> List[OpenAxes]:
@@ -184,15 +184,19 @@ def _shown(graph: ExportGraph, groups: Sequence[Group]) -> Optional[OpenAxes]:
         called = "batch" if len(groups) == 1 and axis == 0 and not _is_recurrent(graph) else f"{name}_axis{axis}"
         for one, place in group:
             names.setdefault(one, {})[place] = called
-    inputs = {}
-    for name, value in graph.inputs.items():
-        for axis in names.get(name, {}):
-            value = np.take(value, [*range(value.shape[axis] - 1, -1, -1), 0], axis=axis)
-        inputs[name] = value
-    try:
-        return OpenAxes(names, inputs, graph.run(inputs) if names else graph.outputs)
-    except Exception:  # whatever the network raises, it does not accept these sizes
-        return None
+    trials = []
+    for more in _MORE if names else ():
+        inputs = {}
+        for name, value in graph.inputs.items():
+            for axis in names.get(name, {}):
+                size = value.shape[axis]
+                value = np.take(value, np.arange(size + more)[::-1] % size, axis=axis)
+            inputs[name] = value
+        try:
+            trials.append((inputs, graph.run(inputs)))
+        except Exception:  # whatever the network raises, it does not accept these sizes
+            break
+    return OpenAxes(names, trials) if trials or not names else None
 
 
 def _is_recurrent(graph: ExportGraph) -> bool:

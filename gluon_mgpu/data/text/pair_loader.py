@@ -12,8 +12,7 @@ from .length_buckets import balance_shards, plan_buckets
 from .pairs import SentencePairs
 from .vocabulary import BOS, EOS, PAD, UNK, Vocabulary
 
-Features = Tuple[np.ndarray, np.ndarray, np.ndarray]
-Label = Tuple[np.ndarray, np.ndarray]
+Arrays = Tuple[np.ndarray, ...]
 
 
 class PairLoader:
@@ -102,11 +101,6 @@ class PairLoader:
             self._padded[bucket.examples] = bucket.padded
         self.padding_share = 1 - float(self.lengths.sum() / self._padded.sum())
 
-    @property
-    def num_examples(self) -> int:
-        """Pairs of one pass."""
-        return len(self.lengths)
-
     def __len__(self) -> int:
         """Return the number of batches of one pass."""
         return sum(len(bucket.batch_sizes) for bucket in self.buckets)
@@ -121,12 +115,12 @@ class PairLoader:
         for i in rng.permutation(len(batches)) if self.shuffle else range(len(batches)):
             yield batches[i][balance_shards(self.lengths[batches[i]].sum(axis=1), self.num_shards)]
 
-    def __iter__(self) -> Iterator[Tuple[Features, Label]]:
+    def __iter__(self) -> Iterator[Tuple[Arrays, Arrays]]:
         epoch, self.epoch = self.epoch, self.epoch + 1
         for examples in self.order(epoch):
             yield self._batch(examples)
 
-    def _batch(self, examples: np.ndarray) -> Tuple[Features, Label]:
+    def _batch(self, examples: np.ndarray) -> Tuple[Arrays, Arrays]:
         source_padded, target_padded = self._padded[examples[0]]
         source_length, target_length = np.ascontiguousarray(self.lengths[examples].T)
         target = [self._target[i] for i in examples]

@@ -66,7 +66,7 @@ class TokenProgress(Progress):
 
     def __init__(self, loader: PairLoader, *, every_s: float = 5.0) -> None:
         super().__init__("tokens", every_s=every_s)
-        self._tokens_per_pair = float(loader.lengths.sum()) / loader.num_examples
+        self._tokens_per_pair = float(loader.lengths.sum()) / len(loader.lengths)
 
     def on_report(self, state: FitState, progress: EpochProgress) -> None:
         super().on_report(state, replace(progress, num_examples=round(progress.num_examples * self._tokens_per_pair)))

@@ -83,6 +83,58 @@ def test_it_trains_the_same_weights(options, hybridized):
     assert not WaitingPass.calls
 
 
+class Pair(nn.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Dense(6), nn.Dense(6)
+
+    def hybrid_forward(self, F, x):
+        return self.one(x), self.other(x)
+
+
+def sequence(*layers, **hybridize):
+    net = nn.HybridSequential()
+    net.add(*layers)
+    if hybridize:
+        net.hybridize(**hybridize)
+    return net
+
+
+STATIC = {"static_alloc": True, "static_shape": True}
+NETWORKS = {  # the layers, some of them wrapped, for images or for whole numbers
+    "oneDNN's layouts": lambda wrapped: [
+        wrapped(sequence(nn.Conv2D(16, 3, padding=1), nn.BatchNorm())),
+        nn.Conv2D(16, 3),
+        wrapped(sequence(nn.Conv2D(4, 3))),
+        nn.GlobalAvgPool2D(),
+    ],
+    "BatchNorm around": lambda wrapped: [nn.BatchNorm(), wrapped(sequence(nn.Dense(6), nn.BatchNorm())), nn.BatchNorm()],
+    "static memory": lambda wrapped: [nn.Dense(4), wrapped(sequence(nn.Dense(4), nn.LayerNorm(), nn.Dense(2), **STATIC))],
+    "one output and two": lambda wrapped: [nn.Dense(4), wrapped(nn.Dense(6)), wrapped(Pair()), nn.Lambda(lambda h: h[0] + h[1])],
+    "whole numbers as floats": lambda wrapped: [wrapped(sequence(nn.Embedding(5, 6), nn.Dense(4)))],
+    "frozen first": lambda wrapped: [wrapped(sequence(nn.BatchNorm(), nn.Dense(6)))],
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_train_the_same_weights_and_statistics(name):
+    X = np.random.RandomState(0).uniform(0, 5, (9, 2, 6, 6)).astype("float32")
+    X = np.floor(X[:, 0, 0]) if name == "whole numbers as floats" else X
+    found = []
+    for wrapped in (plain, *[mgpu.recompute] * 4):  # what is read too early is not wrong each time
+        net = nn.Sequential()
+        net.add(*NETWORKS[name](wrapped), nn.Dense(5))
+        net = seeded(net, [mx.cpu(0), mx.cpu(1)])
+        if name == "frozen first":
+            (net[0] if wrapped is plain else net[0].block)[0].collect_params().setattr("grad_req", "null")
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.05})
+        for _ in range(3):
+            mgpu.train_batch(net, CE, trainer, X, np.arange(9) % 5)
+        mx.nd.waitall()
+        found.append([param.data(mx.cpu(1)).asnumpy() for param in net.collect_params().values()])
+    assert max(largest_difference(found[0], other) for other in found[1:]) < 1e-6
+
+
 def test_gradients_belong_to_the_numbers_that_dropout_drew(arrays):
     block = mgpu.recompute(nn.Dropout(0.5))
     x = arrays.ones((50, 40))
@@ -114,7 +166,7 @@ def test_activations_are_not_kept():
     x.attach_grad()
     with autograd.record():
         y = mgpu.recompute(Watched())(x)
-    assert len(autograd.get_symbol(y).get_internals().list_outputs()) == 2  # x, and the block: nothing in between
+    assert len(autograd.get_symbol(y).get_internals().list_outputs()) == 3  # x, the block, and its product with 1
     mgpu.backward([y])
     assert (x.grad.asnumpy() == 8).all()
     assert len(inner) == 2
@@ -152,6 +204,10 @@ def test_an_error_of_the_second_forward_pass_is_raised():
 def test_what_is_refused(capfd):
     with pytest.raises(TrainerError, match="a gluon.Block"):
         mgpu.recompute(3)
+    net = seeded(layers())
+    mgpu.Trainer(net, "sgd")
+    with pytest.raises(TrainerError, match="a Trainer has"):
+        mgpu.recompute(net)
     block = seeded(mgpu.recompute(layers()))
     with pytest.raises(ModesError):
         mgpu.Pipeline([block], [mx.cpu(0)])

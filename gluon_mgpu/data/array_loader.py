@@ -66,8 +66,7 @@ class ArrayLoader:
         whole_number("ArrayLoader", "seed", seed, low=0, high=MOST_SEED, advice="Pass for example 0.", error=DataError)
         one_of("ArrayLoader", "last_batch", last_batch, ("keep", "discard"), advice="'keep' uses every example.", error=DataError)
         self.X, self.y = X, y
-        self.batch_size, self.shuffle, self.seed = int(batch_size), shuffle, seed
-        self.epoch = 0
+        self.batch_size, self.shuffle, self.seed, self.epoch = int(batch_size), shuffle, seed, 0
         self._keep = last_batch == "keep"
 
     def __len__(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -168,6 +169,21 @@ def may_draw(node: Dict[str, Any]) -> bool:
     if node["op"] in _RECURRENT:
         return float(node.get("attrs", {}).get("p", 0)) > 0
     return _RANDOM.search(node["op"].lower()) is not None
+
+
+def draws_numbers(block: gluon.Block, inputs: Sequence[Array]) -> bool:
+    """Return whether a block may draw random numbers: true if its Python code cannot be traced."""
+    if not isinstance(block, gluon.HybridBlock):
+        return type(block) is not gluon.nn.Sequential or any(draws_numbers(one, inputs) for one in block._children.values())
+    graph = symbols_of(block, inputs)
+    return graph is None or any(map(may_draw, json.loads(graph[1].tojson())["nodes"]))
+
+
+def symbols_of(block: gluon.HybridBlock, inputs: Sequence[Array]) -> Any:
+    """Return a block's inputs and its output as symbols, None if its Python code cannot be traced."""
+    with suppress(Exception):  # whatever a user's code raises for symbols
+        return block._get_graph(*inputs)
+    return None
 
 
 def _arguments(net: Any, X: Any) -> Tuple[Any, ...]:

@@ -12,6 +12,7 @@ from mxnet import Context, MXNetError, autograd
 
 from ..checks import OF_WRONG_DATA, instance
 from ..data_parallel.batchnorm import is_synchronised
+from ..data_parallel.graph import draws_numbers
 from ..data_parallel.passes import Passes, raise_named
 from ..data_parallel.sharding import count_examples, split_data
 from ..errors import ShardError
@@ -25,7 +26,7 @@ from ..trainer.gradients import empty_pass, note_parts, one_pass
 from ..trainer.running_stats import StatsOfParts, is_running_stat, note_examples, statistics_slabs
 from ..trainer.trainer import Trainer
 from .schedule import Task, simulate
-from .stage import NETWORK, Source, Stages, check_outputs, draws_numbers, recorded
+from .stage import NETWORK, Source, Stages, check_outputs, recorded
 
 
 class Divided(Protocol):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Optional, Sequence, Union
 
-from mxnet import Context, autograd, gluon
-from mxnet.initializer import Uniform
+from mxnet import Context, autograd, gluon, initializer
 
 from ..checks import flag, one_of, short, whole_number
 from ..data_parallel.batchnorm import SyncBatchNorm
@@ -21,7 +20,7 @@ from ..trainer.trainer import Trainer
 from .dispatch import PipelinePasses
 from .recompute import Recomputed
 from .schedule import SCHEDULES
-from .stage import NETWORK, Stage, Stages
+from .stage import NETWORK, Stage, Stages, use_dynamic_memory
 
 
 class Pipeline(gluon.Block):  # type: ignore[misc]
@@ -152,7 +151,7 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         if ctx is not None:
             raise TrainerError(f"Pipeline.initialize: got ctx={short(ctx)}; expected none. The pipeline's stages have devices.")
         for param, contexts in self._contexts().items():
-            param.initialize(None, contexts, init or Uniform(), force_reinit)
+            param.initialize(None, contexts, init or initializer.Uniform(), force_reinit)
 
     def hybridize(self, active: bool = True, **options: Any) -> None:
         """Hybridize the stages. `static_alloc` and `static_shape` are ignored: several micro-batches are in a stage at a time."""
@@ -266,6 +265,4 @@ def _use_dynamic_memory(net: gluon.Block, stages: Stages) -> None:
                 f"Pipeline: got {block.name}, a {type(block).__name__}; expected nn.BatchNorm, as a stage sees one micro-batch "
                 "at a time. Use nn.BatchNorm, or call revert_sync_batchnorm(net) first."
             )
-        if getattr(block, "_active", False) and any(value for name, value in block._flags if name.startswith("static_")):
-            block._flags = [(name, False if name.startswith("static_") else value) for name, value in block._flags]
-            block._clear_cached_op()
+    use_dynamic_memory(blocks.values())

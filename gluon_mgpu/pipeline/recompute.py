@@ -9,12 +9,16 @@ import mxnet as mx
 from mxnet import autograd, gluon
 
 from ..checks import instance
+from ..data_parallel.graph import draws_numbers
 from ..data_parallel.passes import WaitingPass
+from ..errors import TrainerError
 from ..nested import Array, is_float, leaves, map_leaves
 from ..refusals import refusal
 from ..runtime.c_api import unallocated
-from ..trainer.running_stats import running_stats
-from .stage import draws_numbers, recorded
+from ..trainer.parameters import blocks_of
+from ..trainer.running_stats import is_running_stat, running_stats
+from ..trainer.slab import OWN_ARRAYS, place_of
+from .stage import recorded, use_dynamic_memory
 
 
 def recompute(block: gluon.Block) -> Recomputed:
@@ -37,8 +41,8 @@ def recompute(block: gluon.Block) -> Recomputed:
     Parameters
     ----------
     block : gluon.Block
-        Hybridized or not. Its parameters keep their names. The result is a Block, so a HybridSequential does not take it: use
-        a Sequential around it, and hybridize the block itself.
+        Hybridized or not; static memory becomes dynamic. Its parameters keep their names. The result is a Block, so a
+        HybridSequential does not take it: use a Sequential around it, and hybridize the block itself.
 
     Returns
     -------
@@ -47,7 +51,7 @@ def recompute(block: gluon.Block) -> Recomputed:
     Raises
     ------
     TrainerError
-        It is no Block.
+        It is no Block, or a Trainer has its parameters already.
 
     Examples
     --------
@@ -73,12 +77,19 @@ class Recomputed(gluon.Block):  # type: ignore[misc]
     def __init__(self, block: gluon.Block) -> None:
         super().__init__(prefix="")
         self.block = block
+        # MXNet orders operations by the memory that they use. In a bucket, those of layers before this block, which wait for its
+        # backward pass, would come before the operations of that pass.
+        statistics = list(filter(is_running_stat, block.collect_params().values()))
+        if any(map(place_of, statistics)):
+            raise TrainerError("recompute: got a block that a Trainer has; expected one without. Make the Trainer after it.")
+        OWN_ARRAYS.update(statistics)
         self._draws: Optional[bool] = None
 
     def forward(self, *args: Any) -> Any:
         """Return what the block returns."""
         if not autograd.is_recording():
             return self.block(*args)
+        use_dynamic_memory(blocks_of(self.block))
         if any(param._data is None for param in self.block.collect_params().values()):
             with autograd.pause(train_mode=False):
                 self.block(*args)  # it decides shapes
@@ -101,9 +112,9 @@ class _Call:
     num_inputs : int
         The arrays that it depends on: the block's inputs and its weights.
     results : list of NDArray
-        The outputs, until they were copied into those of the operator.
+        The outputs that get gradients, until they were copied into those of the operator.
     forms : list of (shape, dtype)
-        Those of the outputs.
+        Those of these outputs.
     """
 
     def __init__(self, block: gluon.Block, args: Any, inputs: Sequence[Array], *, draws: bool) -> None:
@@ -129,7 +140,7 @@ class _Call:
                 before.copyto(array)
             if self._seed is not None:
                 mx.random.seed(after, self._context)
-        self.results = [leaf.as_nd_ndarray() for _, leaf in leaves(self._form)]
+        self.results = [one.as_nd_ndarray() for one in self._computed(self._form, self._inputs)]
         self.forms = [(one.shape, one.dtype) for one in self.results]
 
     def recorded(self, inputs: Sequence[Array]) -> Any:
@@ -138,35 +149,39 @@ class _Call:
         WaitingPass.calls[key] = self
         form, self._form = self._form, None
         arrays = [array.as_nd_ndarray() for array in (*inputs, *self._weights)]
-        found = mx.nd.Custom(*arrays, op_type=_OPERATOR, key=key)
-        rest = iter(found if isinstance(found, list) else [found])
-        is_np = self.modes[1]
-        return map_leaves(lambda _, leaf: next(rest).as_np_ndarray() if is_np else next(rest), form)
+        found = mx.nd.Custom(*arrays, op_type=_OPERATOR, key=key) if self.results else []
+        # Without these products, a convolution or a pooling behind the block may give their gradients in oneDNN's own layout:
+        # MXNet then reorders them for the operator into memory that it frees before Python reads it.
+        products = [one * 1 for one in (found if isinstance(found, list) else [found])]
+        outputs = [one.as_np_ndarray() for one in products] if self.modes[1] else products
+        by_array = dict(zip(map(id, self._inputs), inputs))  # an output may be an input
+        by_array.update(zip(map(id, self._computed(form, self._inputs)), outputs))
+        return map_leaves(lambda _, leaf: by_array.get(id(leaf), leaf), form)
 
-    def gradients(self, given: Sequence[Array]) -> List[Optional[Array]]:
-        """Compute the forward pass again, and return the gradients of the inputs and the weights."""
+    def gradients(self, given: Sequence[Array], needed: Sequence[bool]) -> List[Optional[Array]]:
+        """Compute the forward pass again, and return the gradients of the inputs that need one and of the weights."""
         if not WaitingPass.is_running:
             raise refusal("recompute", "recompute()", "loss.backward()")
         inputs = [array.detach() for array in self._inputs]
-        floats = [array for array in inputs if is_float(array)]
+        floats = [array for array, is_needed in zip(inputs, needed) if is_needed and is_float(array)]
         if floats:  # autograd returns their gradients: the arrays for them get no memory
             autograd.mark_variables(floats, [unallocated(array) for array in floats])
         if self._seed is not None:
             mx.random.seed(self._seed, self._context)
         with autograd.record(train_mode=self._is_training):
-            found = [leaf for _, leaf in leaves(self._run(inputs))]
+            found = self._computed(self._run(inputs), inputs)
             wanted = floats + self._weights
             reached = [mx.nd.zeros_like(array.as_nd_ndarray()) for array in wanted]  # MXNet raises without a way to them
-        heads: Dict[int, Tuple[Array, Array]] = {}  # an array may be several outputs: MXNet would lose a gradient of it
-        for output, gradient in zip(found, given):
-            if is_float(output):
-                former = heads.get(id(output))
-                heads[id(output)] = output, gradient if former is None else former[1] + gradient
-        pairs = recorded(list(heads.values())) + [(zeros, zeros) for zeros in reached]
+        pairs = recorded(list(zip(found, given))) + [(zeros, zeros) for zeros in reached]
         outputs, gradients = [one for one, _ in pairs], [gradient for _, gradient in pairs]
         found = autograd.grad(outputs, wanted, gradients, train_mode=self._is_training) if wanted else []
         by_array = dict(zip(map(id, wanted), found))
         return [by_array.get(id(array)) for array in (*inputs, *self._weights)]
+
+    def _computed(self, form: Any, inputs: Sequence[Array]) -> List[Array]:
+        """Return the outputs that may depend on weights: each array once, no inputs, no whole numbers."""
+        known = set(map(id, inputs))
+        return list({id(one): one for _, one in leaves(form) if is_float(one) and id(one) not in known}.values())
 
     def _run(self, inputs: Sequence[Array]) -> Any:
         rest = iter(inputs)
@@ -193,7 +208,7 @@ class _Operator(mx.operator.CustomOp):  # type: ignore[misc]
         is_np_shape, is_np_array = self._call.modes
         try:
             with _one_at_a_time, mx.util.np_shape(is_np_shape), mx.util.np_array(is_np_array):
-                found = self._call.gradients(out_grad)
+                found = self._call.gradients(out_grad, [how != "null" for how in req])
         except Exception as error:  # MXNet cannot pass it on
             WaitingPass.error = error
             raise
@@ -211,6 +226,8 @@ class _Properties(mx.operator.CustomOpProp):  # type: ignore[misc]
         return [f"input{number}" for number in range(self._call.num_inputs)]
 
     def list_outputs(self) -> List[str]:
+        # MXNet asks this before it reads the arrays for a backward pass, by the dependencies of the operator that was made last
+        mx.operator._registry.result_deps = set()
         return [f"output{number}" for number in range(len(self._call.forms))]
 
     def infer_shape(self, in_shape: Any) -> Tuple[Any, ...]:

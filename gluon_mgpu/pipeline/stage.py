@@ -11,7 +11,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
-from ..data_parallel.graph import Graph, inputs_of, may_draw
+from ..data_parallel.graph import Graph, inputs_of, may_draw, symbols_of
 from ..errors import TrainerError
 from ..nested import Array, leaves, map_leaves
 from ..trainer.precision import precision_of, reduce_precision
@@ -111,30 +111,22 @@ class Stages(List[Stage]):
         return arrays[0] if len(arrays) == 1 else tuple(arrays)
 
 
-def draws_numbers(block: gluon.Block, inputs: Sequence[Array]) -> bool:
-    """Return whether a block may draw random numbers: true if its Python code cannot be traced."""
-    if not isinstance(block, gluon.HybridBlock):
-        return type(block) is not gluon.nn.Sequential or any(draws_numbers(one, inputs) for one in block._children.values())
-    try:
-        _, symbol = block._get_graph(*inputs)
-        nodes = json.loads(symbol.tojson())["nodes"]
-    except Exception:  # whatever a user's code raises for symbols
-        return True
-    return any(map(may_draw, nodes))
+def use_dynamic_memory(blocks: Iterable[gluon.Block]) -> None:
+    """Let hybridized blocks allocate memory for each call: several are on their way, or run in threads of the engine."""
+    for block in blocks:
+        if getattr(block, "_active", False) and any(value for name, value in block._flags if name.startswith("static_")):
+            block._flags = [(name, False if name.startswith("static_") else value) for name, value in block._flags]
+            block._clear_cached_op()
 
 
 def check_outputs(operation: str, block: gluon.Block, inputs: Sequence[Array]) -> None:
     """Raise `TrainerError` if a hybridized block returns an input itself: MXNet loses its gradient."""
-    if isinstance(block, gluon.HybridBlock) and block._active:
-        try:
-            names, symbol = block._get_graph(*inputs)
-        except Exception:  # whatever a user's code raises for symbols: its call will
-            return
-        if {one.name for one in names}.intersection(symbol.list_outputs()):
-            raise TrainerError(
-                f"{operation}: got {block.name}, a hybridized stage that returns an input; expected new arrays, as MXNet loses "
-                "the gradient otherwise. Return F.identity(x), or leave this stage without hybridize()."
-            )
+    graph = symbols_of(block, inputs) if isinstance(block, gluon.HybridBlock) and block._active else None
+    if graph is not None and {one.name for one in graph[0]}.intersection(graph[1].list_outputs()):
+        raise TrainerError(
+            f"{operation}: got {block.name}, a hybridized stage that returns an input; expected new arrays, as MXNet loses the "
+            "gradient otherwise. Return F.identity(x), or leave this stage without hybridize()."
+        )
 
 
 def recorded(heads: Sequence[Tuple[Array, Optional[Array]]]) -> List[Tuple[Array, Any]]:

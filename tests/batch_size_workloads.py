@@ -8,14 +8,7 @@ import time
 
 import gluon_mgpu as mgpu
 import mxnet as mx
-import numpy as np
 from mxnet import gluon
-
-
-def hold_100_mib_an_example(batch_size, ctx):
-    assert not mx.util.is_np_array()
-    held = []
-    return lambda: held or held.append(np.ones(batch_size * 100 * 2**20, "uint8"))
 
 
 def small_mlp(batch_size, ctx):

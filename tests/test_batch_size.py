@@ -30,7 +30,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mxnet import gluon
 
-from .batch_size_workloads import hold_100_mib_an_example, small_mlp
+from .batch_size_workloads import small_mlp
 
 MIB = 2**20
 HERE = "tests.batch_size_workloads"
@@ -93,26 +93,6 @@ def test_the_recommended_batch_is_the_smallest_within_5_percent_of_the_best():
 
 
 # What fits
-
-
-@pytest.mark.exhaustive
-def test_memory_decides():
-    """100 MiB an example in 730 MiB, of which the process itself takes more than 130 and less than 230: 5 fit, 6 do not."""
-    told = []
-    found = find_batch_size(
-        hold_100_mib_an_example,
-        devices="cpu",
-        memory_limit_bytes=730 * MIB,
-        first=5,
-        max_batch_size=6,
-        on_result=lambda found: told.append(found.probes[-1]),
-    )
-    assert tuple(told) == found.probes
-    assert [(probe.batch_size, probe.fits) for probe in told] == [(5, True), (6, False)]
-    assert (found.largest, found.devices, found.memory_limit_bytes) == (5, ("cpu(0)",), 730 * MIB)
-    assert 630 < told[0].memory_bytes / MIB < 730 < told[1].memory_bytes / MIB < 830
-    assert [len(probe.examples_per_s) for probe in told] == [5, 0]
-    assert [probe.reason for probe in told] == ["", "more than the limit"]
 
 
 def test_on_gpus_the_fullest_one_decides(fake):

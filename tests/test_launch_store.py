@@ -72,38 +72,6 @@ def is_server(pid):
     return b"DMLC_ROLE=server" in environ and b"guard.py" not in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-@pytest.mark.exhaustive
-def test_a_store_that_is_never_freed(run, mark):
-    """Left alone, a worker whose store lives as long as the interpreter is aborted at its end, after all has gone well."""
-    forget = "import ctypes\nctypes.pythonapi.Py_IncRef(ctypes.py_object(store))"
-    assert run(PUSH_AND_PULL + forget, servers=1) == 0, run.err
-    assert run.log(0) == run.log(1) == PULLED
-    assert marked(mark) == []
-
-
-QUEUED = (
-    PUSH_AND_PULL
-    + """
-if rank == 1:
-    work = mx.nd.ones((700, 700))
-    for _ in range(40):
-        work = mx.nd.dot(work, work) / 700
-    store.push(3, work[0, :2])  # queued behind the work, and not waited for
-    # {}
-else:
-    print(step(3), flush=True)
-"""
-)
-
-
-@pytest.mark.exhaustive
-def test_what_is_queued_at_the_end_of_a_worker_is_done(run, mark):
-    """It was dropped, and the other worker waited for its push until the launcher ended the job."""
-    assert run(QUEUED, servers=1) == 0, run.err
-    assert run.log(0).endswith("[4.0, 4.0]\n")  # 3 and 1
-    assert marked(mark) == []
-
-
 FAIL = """
 if rank == 1 and os.environ["GLUON_MGPU_RESTART"] == "0":
     raise ValueError("the data are bad")

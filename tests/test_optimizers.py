@@ -70,6 +70,7 @@ def test_float16_weights_with_float32_states(optimizer, is_cast_later):
         net = nn.Embedding(5, 4, dtype="float32" if is_cast_later else "float16")
         net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
         trainer = mgpu.Trainer(net, optimizer, {"learning_rate": 0.1, **options})
+        assert is_cast_later or options, "refused before the first step"
         net.cast("float16")
         with autograd.record():
             losses = [net(mx.nd.array([1, 2], ctx=context)).sum() for context in trainer.contexts]

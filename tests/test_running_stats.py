@@ -223,6 +223,16 @@ def test_statistics_that_training_leaves_alone_stay(devices):
     np.testing.assert_array_equal(net[0].gamma.data(devices[-1]).asnumpy(), gamma)
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+def test_those_whose_shapes_the_first_batch_decides_move_alike(loop):
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(momentum=MOMENTUM), nn.Dense(1))
+    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    X, y = batch(4)
+    loop(net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.0}), X, y)
+    assert_stats(net, np.mean([moved(INITIAL, X[:2]), moved(INITIAL, X[2:])], axis=0))
+
+
 def test_fit_leaves_what_gluon_saves(tmp_path):
     """`net.save_parameters` writes the mean over all devices, those without data included."""
     net, trainer = normed(4)

@@ -358,6 +358,40 @@ def test_a_layer_that_a_later_batch_reaches_first(num_devices):
     assert found[0] == found[1] and found[0][0] == found[0][-1] != [[1.0, 1.0, 1.0]]
 
 
+class Routed(gluon.Block):
+    """Shards of negative features go through one layer, others through the other one. The output is a pair with a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Dense(1, in_units=1), nn.Dense(1, in_units=1)
+
+    def forward(self, x):
+        return (self.a if x[0, 0].asscalar() < 0 else self.b)(x), len(x)
+
+
+def test_a_layer_that_only_one_shard_of_a_device_reaches():
+    net = Routed()
+    net.initialize(mx.init.One(), ctx=cpus(1))
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}, virtual_shards=2)
+    X = mx.nd.array([[-2], [-1], [1], [2]])
+    batch = mgpu.train_batch(net, lambda output, label: (output[0] - label) ** 2, trainer, X, mx.nd.zeros((4, 1)))
+    assert [size for _, size in batch.outputs] == [2, 2]
+    np.testing.assert_allclose([net.a.weight.data().asscalar(), net.b.weight.data().asscalar()], 1 - 0.1 * 10 / 4, rtol=1e-6)
+
+
+def test_running_statistics_that_are_initialised_again():
+    found = []
+    for num_devices in (1, 2):
+        net, trainer, shape = make("mlp", num_devices)
+        X, y = np.random.RandomState(0).randn(16, *shape).astype("float32"), np.arange(16) % 5
+        mgpu.train_batch(net, LOSS, trainer, X, y)
+        for param in (net[2].running_mean, net[2].running_var):
+            param.initialize(ctx=trainer.contexts, force_reinit=True)
+        mgpu.train_batch(net, LOSS, trainer, X, y)
+        found.append(digest(net, trainer))
+    assert found[0] == found[1]
+
+
 def test_a_trainer_of_the_same_network_before_changes_nothing():
     """3 of 8 virtual shards: one device has none. The former trainer is not garbage yet."""
     found = []

@@ -70,23 +70,3 @@ def test_two_workers_and_a_killed_server(run, mark):
 def is_server(pid):
     environ = Path(f"/proc/{pid}/environ").read_bytes()
     return b"DMLC_ROLE=server" in environ and b"guard.py" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-FAIL = """
-if rank == 1 and os.environ["GLUON_MGPU_RESTART"] == "0":
-    raise ValueError("the data are bad")
-if rank == 1:
-    sys.exit(3)
-step(3)
-"""
-
-
-@pytest.mark.exhaustive
-def test_workers_that_fail_between_two_steps_and_a_new_store(run, mark):
-    """Left alone, who fails waits for the other at MXNet's exit barrier, and the other for its push."""
-    assert run(PUSH_AND_PULL + FAIL, servers=1, max_restarts=1) == 3
-    first, _, second = run.err.partition("restart 1 of 1")
-    assert "rank 1 exited with status 1, the first of 2" in first and "  ValueError: the data are bad\n" in first
-    assert "rank 1 exited with status 3, the first of 2" in second
-    assert [run.log(rank, restart) for rank in (0, 1) for restart in (0, 1)][::3] == [PULLED] * 2
-    assert marked(mark) == []

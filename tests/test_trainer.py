@@ -144,6 +144,44 @@ def test_states_of_something_else_are_refused(tmp_path):
     assert trainer._update.counts() != count
 
 
+class CopiedParameter(gluon.Parameter):
+    """As GluonNLP's weight drop, whose `data` is another array each time."""
+
+    def data(self, ctx=None):
+        return super().data(ctx) * 1
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "nadam"])
+def test_parameters_whose_data_are_copies_are_updated(optimizer):
+    found = []
+    for make, ctx in ((gluon.Trainer, CTX[:1]), (mgpu.Trainer, CTX)):
+        param = CopiedParameter("weight", shape=(2,), init=mx.init.One())
+        param.initialize(ctx=ctx)
+        trainer = make([param], optimizer, {"learning_rate": 0.1})
+        for _ in range(3):
+            with autograd.record():
+                losses = [param.data(context).sum() for context in ctx]
+            mgpu.backward(losses)
+            trainer.step(len(ctx))
+        found += [array.asnumpy() for array in param.list_data()]
+    assert found[0].max() < 1 and largest_difference(found[:1] * len(CTX), found[1:]) < 1e-6
+
+
+def test_gluon_s_private_parts_of_a_step_are_refused():
+    class Clipped(mgpu.Trainer):
+        def _allreduce_grads(self):
+            super()._allreduce_grads()
+
+    net = small_net(CTX)
+    with pytest.raises(TrainerError, match="Clipped: got _allreduce_grads"):
+        Clipped(net, "sgd")
+    trainer = mgpu.Trainer(net, "sgd")
+    for call in (trainer._allreduce_grads, lambda: trainer._init_optimizer("adam", {})):
+        with pytest.raises(TrainerError, match=": got .* Call "):
+            call()
+    assert type(trainer.optimizer).__name__ == "SGD"
+
+
 def small_net_like(_net):
     net = small_net(CTX)
     train(net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), small_batches([4]))
@@ -281,6 +319,20 @@ def test_a_batch_size_is_a_positive_number(batch_size):
 @pytest.mark.parametrize("batch_size", [np.array(4), np.float32(4), mx.nd.array([4]), mx.np.array([[4]])])
 def test_a_batch_size_may_be_an_array_of_one_element(batch_size):
     assert batch_size_of("Trainer.step", batch_size) == 4
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_an_update_divided_by_an_array_that_is_not_finite_is_left_out(number):
+    net = nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize(mx.init.One(), ctx=CTX)
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0})
+    for batch_size, weight in ((mx.nd.array([number]), 1.0), (2, 0.0)):
+        with autograd.record():
+            losses = [net(mx.nd.ones((1, 1), ctx=context)) for context in CTX]
+        mgpu.backward(losses)
+        trainer.allreduce_grads()
+        trainer.update(batch_size)
+        assert net.weight.data(CTX[1]).asscalar() == weight
 
 
 @pytest.mark.parametrize("num_devices, optimizer, states", [(1, "sgd", 0), (2, "adagrad", 1), (4, "adam", 2)])

@@ -298,7 +298,7 @@ class Gradients:
         if self._own:
             raise TrainerError(
                 "Trainer.step: got a backward pass after allreduce_grads() and gradients with grad_req='add'; expected the "
-                "devices' own sums. Call update() before the next pass."
+                "devices' own sums. Call update() before the next pass, or discard() to leave that sum out."
             )
         return fresh
 

@@ -41,8 +41,9 @@ def made_optimizer(optimizer: Any, params: Any, trained: Params) -> opt.Optimize
     if is_made:
         return optimizer
     check_rate("Trainer", options.get("learning_rate", 0.0))
+    by_index = dict(enumerate(named_params(trained).values()))
     try:
-        made = opt.create(optimizer, param_dict=dict(enumerate(named_params(trained).values())), **options)
+        made = opt.create(optimizer, param_dict=by_index, **options)
         if is_replicable(made) and not is_mxnet2():
             _try_out(opt.create(optimizer, **{**options, "lr_scheduler": None}))
         return made

@@ -36,7 +36,7 @@ def named_params(params: Params) -> Dict[str, gluon.Parameter]:
         if len(named) < len(params):
             raise TrainerError(
                 f"Trainer: got {len(params)} parameters with {len(named)} names; expected different names. Pass each one "
-                "once, and give networks different prefixes."
+                "once, and give networks different prefixes, and Parameters different names."
             )
     else:
         raise TrainerError(

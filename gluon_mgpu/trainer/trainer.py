@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,6 +33,8 @@ from .states import TrainerState, check_state, read_states, write_states
 from .sums import Sum, clip, finite_on_each, make_sum, store_type
 from .tree_sum import TreeSum, VirtualShards
 from .update import Update, is_replicable
+
+_OF_GLUON = ("_allreduce_grads", "_init_optimizer", "_update")  # that programs for gluon.Trainer override
 
 
 class Trainer(gluon.Trainer):
@@ -143,6 +146,12 @@ class Trainer(gluon.Trainer):
         check_replicas_every: Optional[int] = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
+        own = [name for name in _OF_GLUON if getattr(type(self), name) is not getattr(Trainer, name)]
+        if own:
+            raise TrainerError(
+                f"{type(self).__name__}: got {own[0]}() of its own, which no step calls; expected none. Write a step() that "
+                "calls allreduce_grads(), your own part, and update(batch_size)."
+            )
         whole_number("Trainer", "bucket_bytes", bucket_bytes, high=2**63 - 1, advice="25 * 2**20 is usual.")
         flag("Trainer", "measure_grad_norm", measure_grad_norm)
         flag("Trainer", "find_unused_parameters", find_unused_parameters)
@@ -432,14 +441,19 @@ class Trainer(gluon.Trainer):
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the weights with gradients that `allreduce_grads` has summed. Arguments and errors as for `step`.
 
-        The examples of steps inside `accumulate` are added to the batch size.
+        The examples of steps inside `accumulate` are added to the batch size. An array that is not finite drops the gradients, as
+        the optimizers do for which GluonNLP's `FP16Trainer` passes one after an overflow.
 
         Raises
         ------
         TrainerError
             The gradients of several devices were not summed: their weights would diverge.
         """
-        batch_size = batch_size_of("Trainer.update", batch_size)
+        number = as_number(batch_size)
+        if number is not batch_size and not math.isfinite(number):  # it was an array
+            self.discard()
+            return
+        batch_size = batch_size_of("Trainer.update", number)
         if self.loss_scaler is not None:
             self.loss_scaler.check("Trainer.update")
         if self._summed is not None:
@@ -636,6 +650,22 @@ class Trainer(gluon.Trainer):
         # It looks at the gradients of objects, on one device: 1, or infinity if one of a device is not finite.
         found = [1 / finite.as_in_context(self.contexts[0]) for finite in finite_on_each([slab.summed[0] for slab in slabs])]
         return None if found and scaler.has_overflow([SimpleNamespace(_grad=[one]) for one in found]) else 1.0
+
+    def _init_optimizer(self, optimizer: Any, optimizer_params: Any) -> None:
+        """Raise once the trainer was made."""
+        if hasattr(self, "running_stats"):
+            raise TrainerError(
+                "Trainer._init_optimizer: got an optimizer for a trainer that has one, with states; expected none. Call "
+                "set_learning_rate(), or make a new Trainer."
+            )
+        super()._init_optimizer(optimizer, optimizer_params)
+
+    def _allreduce_grads(self) -> None:
+        """Raise: a step of Gluon's own calls it."""
+        raise TrainerError(
+            "Trainer._allreduce_grads: got a call of Gluon's private part of a step; expected allreduce_grads(). Call that, and "
+            "update(batch_size) after it."
+        )
 
     def __reduce__(self) -> Any:
         """Raise for `copy` and `pickle`, also of a network, whose parameters know their trainer."""

@@ -177,8 +177,10 @@ class Update:
                     single.setdefault(context, set()).update(slab.indices)
         for context, own in single.items():
             indices = [index for index in self._taking_part if index in own]
-            weights = [self._by_index[index].data(context) for index in indices]
-            gradients = [self._by_index[index].grad(context) for index in indices]
+            replicas = [self._layout.contexts_of[index].index(context) for index in indices]
+            # data() of GluonNLP's weight drop returns a copy
+            weights = [self._by_index[index].list_data()[replica] for index, replica in zip(indices, replicas)]
+            gradients = [self._by_index[index].list_grad()[replica] for index, replica in zip(indices, replicas)]
             self._calls.append((context, partial(self._run_updater, context, indices, weights, gradients)))
             logger.debug("Trainer: %d parameters on %s are updated one by one", len(indices), context)
         self._slabs = slabs
@@ -281,7 +283,7 @@ def states_on(
                 if param._data is None:
                     weight = mx.nd.zeros(shapes[id(param)], ctx=context, dtype=param.dtype)
                 else:
-                    weight = param.data(context).as_nd_ndarray()
+                    weight = param.list_data()[replica].as_nd_ndarray()
                 state = optimizer.create_state_multi_precision(index, weight)
                 created.setdefault(context, {})[index] = filled(state, value, f"{fname}, {name}")
     return created

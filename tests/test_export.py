@@ -157,11 +157,6 @@ def test_other_layers(tmp_path, net, shape):
     ("net", "size", "is_open"),
     [
         (nn.MaxPool2D(3, 3, 1, ceil_mode=True), 15, False),  # ONNX leaves out a window that begins behind the image
-        (
-            sequence(nn.Conv2D(4, 3, 2, 1), nn.HybridLambda(lambda F, x: F.contrib.AdaptiveAvgPooling2D(x, output_size=2))),
-            15,
-            False,
-        ),
         (sequence(nn.Conv2D(4, 3, 2, 1), nn.HybridLambda(lambda F, x: F.contrib.AdaptiveAvgPooling2D(x))), 15, True),
         (nn.Conv2D(4, 3, 2, 1, prefix="합성곱_"), 15, True),
     ],

@@ -151,13 +151,18 @@ class CopiedParameter(gluon.Parameter):
         return super().data(ctx) * 1
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "nadam"])
-def test_parameters_whose_data_are_copies_are_updated(optimizer):
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "nadam", "wrapped sgd"])
+def test_parameters_whose_data_are_copies_are_updated(name):
+    """Also by an optimizer whose method a program has wrapped."""
     found = []
     for make, ctx in ((gluon.Trainer, CTX[:1]), (mgpu.Trainer, CTX)):
         param = CopiedParameter("weight", shape=(2,), init=mx.init.One())
         param.initialize(ctx=ctx)
-        trainer = make([param], optimizer, {"learning_rate": 0.1})
+        optimizer = mx.optimizer.create(name.split()[-1], learning_rate=0.1)
+        once = optimizer.update_multi_precision
+        if "wrapped" in name:
+            optimizer.update_multi_precision = lambda *args, once=once: [once(*args), once(*args)]
+        trainer = make([param], optimizer)
         for _ in range(3):
             with autograd.record():
                 losses = [param.data(context).sum() for context in ctx]

@@ -187,7 +187,7 @@ class Update:
 
     def _is_joint(self, slab: Slab) -> bool:
         """Return whether a slab is updated as one."""
-        if slab.bucket is None or type(self._optimizer) not in _ELEMENTWISE:
+        if slab.bucket is None or not self.is_local or type(self._optimizer) not in _ELEMENTWISE:
             return False
         has_one_count = len({self._counts[index] for index in slab.indices}) == 1
         return has_one_count or type(self._optimizer) not in (opt.Adam, AdamW)
@@ -237,7 +237,8 @@ class Update:
 
 def is_replicable(optimizer: opt.Optimizer) -> bool:
     """Return whether an optimizer updates each parameter from its own gradient, state and count alone."""
-    return type(optimizer) in _REPLICABLE
+    is_wrapped = not {"update", "update_multi_precision"}.isdisjoint(vars(optimizer))  # by a program's own function
+    return type(optimizer) in _REPLICABLE and not is_wrapped
 
 
 def _check_dtypes(optimizer: opt.Optimizer, params: Sequence[gluon.Parameter]) -> None:

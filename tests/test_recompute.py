@@ -1,5 +1,6 @@
 """Blocks that are computed again in the backward pass give the gradients of those that keep their activations."""
 
+import copy
 import gc
 import time
 
@@ -124,7 +125,7 @@ def test_networks_train_the_same_weights_and_statistics(name):
     for wrapped in (plain, *[mgpu.recompute] * 4):  # what is read too early is not wrong each time
         net = nn.Sequential()
         net.add(*NETWORKS[name](wrapped), nn.Dense(5))
-        net = seeded(net, [mx.cpu(0), mx.cpu(1)])
+        net = copy.deepcopy(seeded(net, [mx.cpu(0), mx.cpu(1)]))
         trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.05})
         for _ in range(3):
             mgpu.train_batch(net, CE, trainer, X, np.arange(9) % 5)
@@ -202,10 +203,6 @@ def test_an_error_of_the_second_forward_pass_is_raised():
 def test_what_is_refused(capfd):
     with pytest.raises(TrainerError, match="a gluon.Block"):
         mgpu.recompute(3)
-    net = seeded(layers())
-    mgpu.Trainer(net, "sgd")
-    with pytest.raises(TrainerError, match="a Trainer has"):
-        mgpu.recompute(net)
     block = seeded(mgpu.recompute(layers()))
     with pytest.raises(ModesError):
         mgpu.Pipeline([block], [mx.cpu(0)])

@@ -123,8 +123,8 @@ def _own(batch: DataBatch, axis: int = 0, fills: str = "pad", copies: bool = Fal
     if num_padded and not fills:
         raise TrainerError(
             f"data_iter: got a last batch that an iterator written in C++ has filled with {num_padded} examples; expected it to "
-            "say with which. Make it with round_batch=False, and set data_iter.last_batch_handle = 'pad'. To train with "
-            "round_batch=True, set it to 'roll_over'."
+            "say with which. Choose a batch size that divides the examples, or set data_iter.last_batch_handle: 'roll_over' to "
+            "train, 'pad' with a CSVIter(round_batch=False)."
         )
 
     def own(array: Optional[Array]) -> Any:

@@ -185,7 +185,8 @@ def _shown(graph: ExportGraph, groups: Sequence[Group]) -> Optional[OpenAxes]:
         for one, place in group:
             names.setdefault(one, {})[place] = called
     trials = []
-    for more in _MORE if names else ():
+    varies = any(axis for group in groups for _, axis in group)  # not the batch alone
+    for more in (_MORE if varies else _MORE[:1]) if names else ():
         inputs = {}
         for name, value in graph.inputs.items():
             for axis in names.get(name, {}):

@@ -11,13 +11,12 @@ from mxnet import autograd, gluon
 from ..checks import instance
 from ..data_parallel.graph import draws_numbers
 from ..data_parallel.passes import WaitingPass
-from ..errors import TrainerError
 from ..nested import Array, is_float, leaves, map_leaves
 from ..refusals import refusal
 from ..runtime.c_api import unallocated
 from ..trainer.parameters import blocks_of
 from ..trainer.running_stats import is_running_stat, running_stats
-from ..trainer.slab import OWN_ARRAYS, place_of
+from ..trainer.slab import place_of
 from .stage import recorded, use_dynamic_memory
 
 
@@ -51,7 +50,7 @@ def recompute(block: gluon.Block) -> Recomputed:
     Raises
     ------
     TrainerError
-        It is no Block, or a Trainer has its parameters already.
+        It is no Block.
 
     Examples
     --------
@@ -79,10 +78,10 @@ class Recomputed(gluon.Block):  # type: ignore[misc]
         self.block = block
         # MXNet orders operations by the memory that they use. In a bucket, those of layers before this block, which wait for its
         # backward pass, would come before the operations of that pass.
-        statistics = list(filter(is_running_stat, block.collect_params().values()))
-        if any(map(place_of, statistics)):
-            raise TrainerError("recompute: got a block that a Trainer has; expected one without. Make the Trainer after it.")
-        OWN_ARRAYS.update(statistics)
+        for param in filter(is_running_stat, block.collect_params().values()):
+            param.keeps_arrays = True  # also in a copy of the network
+            if place_of(param) is not None:
+                param._data = [array.copy() for array in param._data]
         self._draws: Optional[bool] = None
 
     def forward(self, *args: Any) -> Any:

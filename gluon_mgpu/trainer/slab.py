@@ -6,7 +6,7 @@ import gc
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Dict, List, MutableMapping, Optional, Sequence, Set, Tuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import mxnet as mx
 import numpy as np
@@ -95,7 +95,6 @@ class Moves:
 
 MOVES = Moves()
 _places: MutableMapping[gluon.Parameter, BucketSlice] = WeakKeyDictionary()
-OWN_ARRAYS: WeakSet[gluon.Parameter] = WeakSet()  # parameters that stay outside of buckets
 
 
 def place_of(param: gluon.Parameter) -> Optional[BucketSlice]:
@@ -160,7 +159,7 @@ def _may_have_trained(param: gluon.Parameter) -> bool:
 def _fits(param: gluon.Parameter) -> bool:
     dense = param._stype == "default" and param._grad_stype == "default"
     known = _arrays_of(param) and param.shape and np.prod(param.shape) > 0  # no shape in a SymbolBlock that was loaded
-    is_free = param not in OWN_ARRAYS and np.dtype(param.dtype).name in _DTYPES
+    is_free = not getattr(param, "keeps_arrays", False) and np.dtype(param.dtype).name in _DTYPES
     return bool(dense and known and is_free and not _is_laid_out(param))
 
 

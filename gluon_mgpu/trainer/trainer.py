@@ -12,7 +12,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 from mxnet import Context, gluon
 from mxnet import optimizer as opt
 
-from ..checks import flag, path_of, short, whole_number
+from ..checks import flag, is_number, path_of, short, whole_number
 from ..devices.select import check_contexts
 from ..distributed import group
 from ..errors import StaleGradientError, StateError, TrainerError
@@ -450,7 +450,7 @@ class Trainer(gluon.Trainer):
             The gradients of several devices were not summed: their weights would diverge.
         """
         number = as_number(batch_size)
-        if number is not batch_size and not math.isfinite(number):  # it was an array
+        if number is not batch_size and is_number(number) and not math.isfinite(number):  # it was an array
             self.discard()
             return
         batch_size = batch_size_of("Trainer.update", number)

@@ -1,4 +1,4 @@
-"""One seed gives the same bits, in this process and in others."""
+"""seed_everything(): a seed that it refuses."""
 
 import gluon_mgpu as mgpu
 import mxnet as mx

@@ -184,7 +184,9 @@ def _leaky_relu(op: Operator) -> Any:
 def _softmax(op: Operator) -> None:
     """Convert softmax. MXNet's converter overflows unless the axis is the last; what is beyond a length has no share."""
     axis, rank, dtype = op.attrs.get("axis", -1) % len(op.shapes[0]), len(op.shapes[0]), op.dtypes[0]
-    data = op.add("Div", op.inputs[0], op.constant(op.attrs.get("temperature") or 1.0, dtype))
+    data, temperature = op.inputs[0], op.attrs.get("temperature")
+    if temperature:
+        data = op.add("Div", data, op.constant(temperature, dtype))
     if not op.attrs.get("use_length"):
         op.end("Softmax", data, axis=axis)
         return

@@ -151,6 +151,7 @@ class _Call:
         found = mx.nd.Custom(*arrays, op_type=_OPERATOR, key=key) if self.results else []
         # Without these products, a convolution or a pooling behind the block may give their gradients in oneDNN's own layout:
         # MXNet then reorders them for the operator into memory that it frees before Python reads it.
+        # Source: MXNet 1.x, src/imperative/imperative_utils.h, PushOperator; src/operator/custom/custom.cc, BackwardEx.
         products = [one * 1 for one in (found if isinstance(found, list) else [found])]
         outputs = [one.as_np_ndarray() for one in products] if self.modes[1] else products
         by_array = dict(zip(map(id, self._inputs), inputs))  # an output may be an input

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import numpy as np
 from mxnet import Context, autograd, gluon
@@ -14,7 +14,7 @@ from ..devices.select import check_contexts
 from ..errors import ShardError, TrainerError
 from ..nested import is_device_array
 from ..trainer.parameters import check_initialised
-from .batchnorm import is_synchronised, run_shards
+from .batchnorm import check_shards, run_shards
 from .passes import call
 from .sharding import split_and_load
 
@@ -44,7 +44,7 @@ class _Parallel:
         if not arrays:
             raise ShardError(f"{self._name}: got no array among the arguments; expected at least one. Pass the batch.")
         shards = split_and_load(arrays, contexts, self._batch_axis, even_split=False)
-        return [_with_arrays(data, iter(shard)) for shard in shards]
+        return [_map_arrays(partial(next, iter(shard)), data) for shard in shards]
 
     def _on_each(self, calls: Sequence[Call]) -> List[Any]:
         tasks = []
@@ -79,8 +79,8 @@ class DataParallelModel(_Parallel):
     ctx_list : list of mxnet.Context, optional
         Without it, calls go to the network unchanged.
     sync : bool
-        The network has MXNet's SyncBatchNorm: in training, a batch that leaves a device without examples raises, because the
-        other devices would wait for it indefinitely. Those of this package do not wait.
+        For compatibility with GluonCV. If the network has MXNet's SyncBatchNorm, a batch in training that leaves one of its
+        devices without examples raises, because the others would wait for it indefinitely. Those of this package do not wait.
     batch_axis : int
         The axis of the examples in the arguments.
 
@@ -144,19 +144,15 @@ class DataParallelModel(_Parallel):
         Raises
         ------
         ShardError
-            The arguments cannot be split, or leave a device out where `sync` forbids it.
+            The arguments cannot be split.
         StepError
-            The network does not accept them; the message names the device.
+            The network does not accept them, and the message names the device; or they leave out one that it waits for.
         """
         if self.ctx_list is None:
             return self.module(*inputs, **kwargs)
         shards = self._split((inputs, kwargs), self.ctx_list)
-        waits = self.sync and autograd.is_training() and not is_synchronised(self.module)  # this package's layers do not
-        if waits and len(shards) < len(self.ctx_list):
-            raise ShardError(
-                f"DataParallelModel: got examples for {len(shards)} of {len(self.ctx_list)} devices with sync=True; "
-                "expected one for each, as SyncBatchNorm waits for all. Leave out the last batch, or use fewer devices."
-            )
+        if len(shards) < len(self.ctx_list) and autograd.is_training() and isinstance(self.module, gluon.Block):
+            check_shards("DataParallelModel", self.module, len(shards))
         return tuple(map(_as_tuple, self._on_each(shards)))
 
     def __getattr__(self, name: str) -> Any:
@@ -226,10 +222,6 @@ class DataParallelCriterion(_Parallel):
         losses = self._on_each(calls)
         # If a loss returns several, GluonCV returns them on one device, and one tuple per device on more.
         return _as_tuple(losses[0]) if len(self.ctx_list) == 1 else tuple(losses)
-
-
-def _with_arrays(data: Any, rest: Iterator[Any]) -> Any:
-    return _map_arrays(lambda _: next(rest), data)
 
 
 def _map_arrays(function: Callable[[Any], Any], data: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Any, List, Sequence, Tuple
 
@@ -283,13 +282,8 @@ def _check_convertible(block: gluon.Block) -> None:
     is_plain = isinstance(block, _BatchNorm) and not isinstance(block, SyncBatchNorm)
     if is_plain and (kind.hybrid_forward, kind.forward) != (_BatchNorm.hybrid_forward, _BatchNorm.forward):
         found, advice = f"{kind.__module__}.{kind.__name__}, which has its own forward computation", "Use nn.BatchNorm."
-    elif isinstance(block, gluon.SymbolBlock) and _holds_batch_norm(block):
+    elif isinstance(block, gluon.SymbolBlock) and block._cached_graph[1].list_auxiliary_states():  # which other layers have not
         found, advice = f"{block.name}, a SymbolBlock with BatchNorm in its graph", "Build it in Gluon, then load_parameters."
     else:
         return
     raise TrainerError(f"convert_sync_batchnorm: got {found}; expected layers of nn.BatchNorm. {advice}")
-
-
-def _holds_batch_norm(block: gluon.SymbolBlock) -> bool:
-    graph = json.loads(block._cached_graph[1].tojson())
-    return any("BatchNorm" in node["op"] or "batch_norm" in node["op"] for node in graph["nodes"])

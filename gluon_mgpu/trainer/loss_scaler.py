@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Optional, Sequence
 from mxnet import autograd
 
 from ..checks import real_number, short, whole_number
-from ..errors import NonFiniteLossError, StateError, TrainerError
+from ..errors import NonFiniteLossError, TrainerError
 from ..nested import Array, is_device_array
 from ..runtime.environment import logger
 from .sums import finite_on_each
@@ -135,21 +135,9 @@ class LossScaler:
         return {"scale": self.scale, "num_good": self.num_good}
 
     def restore(self, state: Any) -> None:
-        """Continue from a result of `state`.
-
-        Raises
-        ------
-        StateError
-            It is not such a result. Nothing was changed.
-        """
-        try:
-            scale = _checked_scale("load_states", state["scale"])
-            num_good = whole_number("load_states", "num_good", state["num_good"], low=0, advice="Save it again.")
-        except (TypeError, KeyError, TrainerError) as error:
-            raise StateError(
-                f"load_states: got {short(state)} as the state of a loss scaler; expected a scale and a number of good steps. "
-                "Save it again."
-            ) from error
+        """Continue from a result of `state`; anything else raises an error, and changes nothing."""
+        scale = _checked_scale("load_states", state["scale"])
+        num_good = whole_number("load_states", "num_good", state["num_good"], low=0, advice="Save it again.")
         self.scale, self.num_good = scale, min(num_good, self._every - 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import zipfile
@@ -122,8 +123,12 @@ def check_state(
     layout: Layout,
     optimizer: opt.Optimizer,
     shapes: Optional[Mapping[int, Sequence[int]]],
+    parts: Sequence[Tuple[Any, Any]],
 ) -> None:
-    """Raise `StateError` unless a state belongs to this network and optimizer, and is not damaged."""
+    """Raise `StateError` unless a state belongs to this network and optimizer, and is not damaged.
+
+    `parts`: of the trainer, each with its state.
+    """
     try:
         _check_same(str(source), state, layout, operation)
         saved_class = state.optimizer["class"]
@@ -142,6 +147,8 @@ def check_state(
             raise ValueError("the learning rate is not finite")
         if sorted(state.order) != list(range(len(state.names))):
             raise ValueError("order is no permutation")
+        for part, saved in parts:
+            copy.copy(part).restore(saved)
     except StateError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:

@@ -7,7 +7,7 @@ import math
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from mxnet import Context, gluon
 from mxnet import optimizer as opt
@@ -555,7 +555,7 @@ class Trainer(gluon.Trainer):
         shapes : mapping of int to shape, optional
             By the ids of parameters that have no values yet.
         """
-        check_state(state, source, operation, self._layout, self._optimizer, shapes)
+        check_state(state, source, operation, self._layout, self._optimizer, shapes, self._parts(state))
         saved = None if state.virtual_shards is None else state.virtual_shards.get("number")
         if saved != self.virtual_shards:
             advice = "Leave virtual_shards out" if saved is None else f"Pass virtual_shards={saved}"
@@ -563,25 +563,24 @@ class Trainer(gluon.Trainer):
                 f"{operation}: got {source} of a run with virtual_shards={saved} for one with {self.virtual_shards}; expected "
                 f"the same number, as others round differently. {advice}."
             )
-        if self.tree is not None and state.virtual_shards is not None:
-            copy.copy(self.tree.virtual).restore(state.virtual_shards)
-        if self.loss_scaler is not None and state.loss_scaler is not None:
-            copy.copy(self.loss_scaler).restore(state.loss_scaler)
 
     def restore(self, state: TrainerState, *, learning_rate: bool = True) -> None:
         """Continue from a state that `check_state` accepts. Accumulated gradients are dropped.
 
         Without `learning_rate`, the optimizer keeps its own.
         """
-        if self.loss_scaler is not None and state.loss_scaler is not None:
-            self.loss_scaler.restore(state.loss_scaler)
-        if self.tree is not None and state.virtual_shards is not None:
-            self.tree.virtual.restore(state.virtual_shards)
+        for part, saved in self._parts(state):
+            part.restore(saved)
         restore_optimizer(state.optimizer, self._optimizer, self._schedule_at_first, learning_rate=learning_rate)
         self._optimizer.param_dict = dict(enumerate(self._params))
         self._drop()  # statistics may have been loaded, too
         self.running_stats.begin()
         self._update.restore(state.states, state.counts, state.order)
+
+    def _parts(self, state: TrainerState) -> List[Tuple[Any, Any]]:
+        """Return what has a state of its own here and in the state, each with that."""
+        pairs = (self.loss_scaler, state.loss_scaler), (self.tree and self.tree.virtual, state.virtual_shards)
+        return [pair for pair in pairs if None not in pair]
 
     def _complete(self, operation: str) -> None:
         """Raise inside `accumulate`, where more passes follow."""

@@ -18,10 +18,10 @@ from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
 import mxnet as mx
 from mxnet import Context
 
-from ..checks import is_whole, whole_number
+from ..checks import whole_number
 from ..distributed import Group, group
 from ..distributed.membership import QueuedSum
-from ..errors import StateError, TrainerError
+from ..errors import TrainerError
 from ..nested import Array
 from ..refusals import refusal
 from ..runtime.device_threads import in_own_thread
@@ -167,11 +167,10 @@ class VirtualShards:
         return {"number": self.number, "base": self.base, "batches": self.batches}
 
     def restore(self, state: Dict[str, Any]) -> None:
-        """Continue from the result of `state`; raise `StateError` for values that it does not return."""
-        base, batches = state.get("base"), state.get("batches")
-        if not is_whole(batches) or batches < 0 or not (base is None or is_whole(base)):
-            raise StateError("load_states: got a state of virtual shards that is damaged; expected whole numbers. Save it again.")
-        self.base, self.batches = base, batches
+        """Continue from the result of `state`; anything else raises an error, and changes nothing."""
+        for number in (state["batches"], state["base"] or 0):
+            whole_number("load_states", "a number of virtual shards", number, low=0, advice="Save it again.")
+        self.base, self.batches = state["base"], state["batches"]
 
 
 class TreeSum(Sum):

@@ -6,9 +6,9 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from mxnet import autograd
 
-from ..checks import real_number, short, whole_number
+from ..checks import real_number, whole_number
 from ..errors import NonFiniteLossError, TrainerError
-from ..nested import Array, is_device_array
+from ..nested import Array
 from ..runtime.environment import logger
 from .sums import finite_on_each
 
@@ -29,11 +29,9 @@ class LossScaler:
     Parameters
     ----------
     scale : float
-        The initial factor of losses.
-    factor : float
-        The scale is divided by it when a gradient overflows, down to 1. It is multiplied by it after `every` consecutive good
-        steps, up to 2**24.
+        The initial factor of losses. It is halved when a gradient overflows, down to 1.
     every : int, updates
+        It is doubled after so many consecutive good steps, up to 2**24.
 
     Attributes
     ----------
@@ -41,11 +39,6 @@ class LossScaler:
         The current factor of losses.
     num_good : int
         Consecutive good steps.
-
-    Raises
-    ------
-    TrainerError
-        An argument is out of range.
 
     Examples
     --------
@@ -62,19 +55,12 @@ class LossScaler:
     the bounds MXNet's.
     """
 
-    def __init__(self, scale: float = 2.0**16, *, factor: float = 2.0, every: int = 2000) -> None:
-        self.scale, self.num_good = _checked_scale("LossScaler", scale), 0
-        self._factor = real_number("LossScaler", "factor", factor, low=1.0, high=_LARGEST, above=True, advice="2 is usual.")
-        self._every = whole_number("LossScaler", "every", every, advice="2000 steps are usual.")
+    def __init__(self, scale: float = 2.0**16, *, every: int = 2000) -> None:
+        self.scale, self.num_good, self._every = scale, 0, every
         self._is_scaled = False  # whether the current gradients are of scaled losses
 
     def scale_losses(self, losses: Sequence[Array]) -> List[Array]:
         """Return the losses multiplied by the scale, for `backward`. Call it inside `autograd.record` or after it."""
-        if not isinstance(losses, (list, tuple)) or not all(is_device_array(loss) for loss in losses):
-            raise TrainerError(
-                f"LossScaler: got losses={short(losses)}; expected a list of MXNet arrays, one per shard. Pass "
-                "the argument of backward()."
-            )
         scale = self.begin()  # also of no losses, in a process without examples
         with autograd.record(train_mode=autograd.is_training()):
             return [loss * scale for loss in losses]
@@ -117,14 +103,14 @@ class LossScaler:
         if all(finite.asscalar() for finite in finite_on_each(gradients)):
             self.num_good += 1
             if self.num_good == self._every:
-                self.scale, self.num_good = min(_LARGEST, scale * self._factor), 0
+                self.scale, self.num_good = min(_LARGEST, 2 * scale), 0
             return scale
         if scale == _SMALLEST:
             raise NonFiniteLossError(
                 f"LossScaler: got gradients that are not finite with a scale of {scale:g}; expected finite ones. Lower the "
                 "learning rate, check the data, or train in fp32."
             )
-        self.scale, self.num_good = max(_SMALLEST, scale / self._factor), 0
+        self.scale, self.num_good = max(_SMALLEST, scale / 2), 0
         logger.info(
             "LossScaler: a gradient overflowed; the step is skipped, and the scale changes from %g to %g", scale, self.scale
         )
@@ -136,10 +122,6 @@ class LossScaler:
 
     def restore(self, state: Any) -> None:
         """Continue from a result of `state`; anything else raises an error, and changes nothing."""
-        scale = _checked_scale("load_states", state["scale"])
+        scale = real_number("load_states", "scale", state["scale"], low=_SMALLEST, high=_LARGEST, advice="Save it again.")
         num_good = whole_number("load_states", "num_good", state["num_good"], low=0, advice="Save it again.")
         self.scale, self.num_good = scale, min(num_good, self._every - 1)
-
-
-def _checked_scale(operation: str, scale: Any) -> float:
-    return real_number(operation, "scale", scale, low=_SMALLEST, high=_LARGEST, advice="65536 is usual.")

@@ -410,7 +410,7 @@ class TwoHeads(gluon.Block):
         return self.heads[self.head](self.body(x))
 
 
-def test_unused_parameters_are_told_once_and_left_alone(arrays, caplog):
+def test_unused_parameters_are_left_alone(arrays):
     mx.random.seed(1)
     net = TwoHeads()
     net.initialize(mx.init.Xavier(), ctx=CTX)
@@ -419,13 +419,10 @@ def test_unused_parameters_are_told_once_and_left_alone(arrays, caplog):
     mgpu.train_batch(net, LOSS, trainer, X, y)
     before = weights_of(net)
     mgpu.train_batch(net, LOSS, trainer, X, y)
-    told = [record.getMessage() for record in caplog.records if "got no gradient" in record.getMessage()]
-    assert told == ["Trainer: 2 parameters got no gradient on any device, and are left alone: heads.1.weight, heads.1.bias"]
     changed = [not np.array_equal(old, new) for old, new in zip(before, weights_of(net))]
     assert changed == [True, True, True, True, False, False]
     net.head = 1
     mgpu.train_batch(net, LOSS, trainer, X, y)
-    assert "heads.0.weight, heads.0.bias" in caplog.records[-1].getMessage()
     assert mgpu.data_parallel.replica_difference(net) == 0.0
     with pytest.raises(StaleGradientError, match="find_unused_parameters=True"):
         trainer.step(4)  # nothing was passed back at all

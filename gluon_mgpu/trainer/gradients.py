@@ -14,7 +14,6 @@ raises then.
 
 from __future__ import annotations
 
-import logging
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,12 +35,11 @@ from ..runtime.c_api import Flags
 from .layout import Layout
 from .slab import MOVES, Bucket, Slab, forget_graphs, zero
 
-logger = logging.getLogger("gluon_mgpu")
-
 _GRAD = attrgetter("_grad")
 _EACH_DEVICE = "calls of mgpu.backward on one device each"
 _IDLE = "devices that the latest split left without examples"
 _PARTS = "the parts of a batch of another trainer, one by one (micro_steps, virtual_shards or micro_batches)"
+_SUMMED = "grad_req='add' before allreduce_grads() and after it, without an update() between them"
 _EMPTY = "a pass before one without examples in this process"
 _SPLIT = " If that split was of another batch: split this one with split_batch, too, and the next one after step()."
 _MOST_NAMES = 5  # in an error
@@ -81,7 +79,7 @@ class Gradients:
     ----------
     layout : Layout
     find_unused : bool
-        Leave out parameters that got no gradient on any device, and log their names once, instead of raising.
+        Leave out parameters that got no gradient on any device, instead of raising, if others got some.
 
     Attributes
     ----------
@@ -102,7 +100,6 @@ class Gradients:
         self.all_take_part = group() is not None
         self.has_counted = self.is_reached = self.is_settled = False
         self._find_unused = find_unused
-        self._logged: Set[str] = set()  # names of unused parameters
         self._sums: Dict[Union[Bucket, Tuple[int, ...]], List[Array]] = {}  # of counted passes, one per replica
         self._reached: Set[int] = set()  # parameters that counted passes have written
         self._own: List[Tuple[Array, Array]] = []  # gradients that hold a sum over devices, each with a copy of the device's own
@@ -162,16 +159,11 @@ class Gradients:
         TrainerError
             A backward pass or a change of a parameter came after the sum.
         """
-        if self._layout.has_changed():
-            raise TrainerError(
-                "Trainer.update: got parameters that were frozen, initialised or cast after allreduce_grads(); expected "
-                "the arrays that were summed. Call step(), or do it before the backward pass."
-            )
         summed = {index for slab in slabs for index in slab.indices}
-        if summed.intersection(self._used(self.read())):
+        if self._layout.has_changed() or summed.intersection(self._used(self.read())):
             raise TrainerError(
-                "Trainer.update: got gradients of a backward pass after allreduce_grads(); expected their sum over the devices. "
-                "Call allreduce_grads() again, or step(), which does both."
+                "Trainer.update: got a backward pass, or parameters that were frozen, initialised or cast after allreduce_grads()"
+                "; expected the gradients that were summed. Call allreduce_grads() after the pass, or step(), which does both."
             )
         self._check_unused(summed, ignore_stale_grad)
 
@@ -288,17 +280,12 @@ class Gradients:
             raise refusal("Trainer.step", "several processes", "several passes before a step")
         if self._is_behind and not self._is_full:
             raise refusal("Trainer.step", "compile_step()", "loss.backward()")
-        doubt = _IDLE if _now.idle and (fresh & self._idle()).any() else self._doubt
+        doubt = _IDLE if _now.idle and (fresh & self._idle()).any() else self._doubt or (_SUMMED if self._own else "")
         if doubt and (is_empty or doubt != _PARTS):
             raise TrainerError(
                 f"Trainer.step: got gradients of {self._layout.params[self._entries[0][0]].name} and others from several "
                 f"backward passes: those of {doubt}; expected those of one pass. Call mgpu.backward([...]) once with the losses "
                 f"of all devices, and discard() after a pass that no step must use.{_SPLIT if doubt == _IDLE else ''}"
-            )
-        if self._own:
-            raise TrainerError(
-                "Trainer.step: got a backward pass after allreduce_grads() and gradients with grad_req='add'; expected the "
-                "devices' own sums. Call update() before the next pass, or discard() to leave that sum out."
             )
         return fresh
 
@@ -307,17 +294,10 @@ class Gradients:
         return sorted(self._reached.union(self._indices[fresh].tolist()).intersection(self._indices.tolist()))
 
     def _check_unused(self, used: Iterable[int], ignore_stale_grad: bool) -> None:
-        """Raise `StaleGradientError`, or log, if a trainable parameter is not used."""
+        """Raise `StaleGradientError` if a trainable parameter is not used."""
         used, names = set(used), self._layout.names
         unused = [names[index] for index in sorted({*self._layout.trainable, *self._layout.shapeless}.difference(used))]
-        if self._find_unused and used:  # with no gradient at all, the backward pass is missing
-            new = [name for name in unused if name not in self._logged]
-            self._logged.update(new)
-            if new:
-                logger.warning(
-                    "Trainer: %d parameters got no gradient on any device, and are left alone: %s", len(new), ", ".join(new)
-                )
-        elif unused and not ignore_stale_grad:
+        if unused and not (ignore_stale_grad or (self._find_unused and used)):  # with no gradient at all, the pass is missing
             more = f" and {len(unused) - _MOST_NAMES} more" if len(unused) > _MOST_NAMES else ""
             raise StaleGradientError(
                 f"Trainer.step: got no gradient for {', '.join(unused[:_MOST_NAMES])}{more} on any device since the last step; "

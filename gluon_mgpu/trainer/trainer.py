@@ -73,8 +73,8 @@ class Trainer(gluon.Trainer):
     measure_grad_norm : bool
         Compute `grad_norm` even if nothing is clipped.
     find_unused_parameters : bool
-        In each step, do not update parameters that got no gradient on any device, and log their names once. A step without any
-        gradient still raises. Steps that leave parameters out are slower: see `ignore_stale_grad`.
+        In each step, do not update parameters that got no gradient on any device. A step without any gradient still raises.
+        Steps that leave parameters out are slower: see `ignore_stale_grad`.
     precision : str, optional
         The precision in which the network computes: `"bf16"` on CPUs, `"fp16"` on GPUs, or `"fp32"`; see `set_precision`.
         `params` must be the Block. By default the network keeps its precision.

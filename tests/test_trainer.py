@@ -120,9 +120,8 @@ def test_states_of_something_else_are_refused(tmp_path):
         (trainer, {"version": 3}, "of version 3; expected version 1"),
         (trainer, {"states": {**values["states"], "0": first[:1]}}, r"expected \(NDArray of shape \(4, 1, 3, 3\)"),
         (trainer, {"states": {**values["states"], "0": None}}, r"expected \(NDArray of shape \(4, 1, 3, 3\)"),
-        (trainer, {"states": {**values["states"], "99": first}}, "parameter 99"),
+        (trainer, {"states": {**values["states"], "99": first}}, "damaged"),
         (trainer, {"states": {**values["states"], "0": values["states"]["2"]}}, "got "),
-        (trainer, {"counts": {"0": 1}}, "a state or a count of"),
         (trainer, {"optimizer": {}}, "damaged"),
         (trainer, {"order": [0]}, "damaged"),
     ]
@@ -135,7 +134,7 @@ def test_states_of_something_else_are_refused(tmp_path):
     whole = (tmp_path / "states").read_bytes()
     for content in (b"", whole[: len(whole) // 2], whole[:-10], b"not a pickle", pickle.dumps({0: 1, "some": 2})):
         (tmp_path / "wrong").write_bytes(content)
-        with pytest.raises(StateError, match="damaged" if content[:2] in (b"", b"PK") else "no file of Trainer.save_states"):
+        with pytest.raises(StateError, match="damaged or of gluon.Trainer"):
             trainer.load_states(str(tmp_path / "wrong"))
     with pytest.raises(FileNotFoundError):
         trainer.load_states(str(tmp_path / "nowhere"))

@@ -20,7 +20,7 @@ from ..errors import StateError
 from ..nested import Array, is_device_array
 from ..runtime.new_files import new_file
 from .layout import Layout
-from .optimizer_config import Description, class_name, is_known
+from .optimizer_config import Description, class_name
 from .parameters import shape_fits
 from .update import State, states_on
 
@@ -98,20 +98,14 @@ def read_states(fname: str) -> TrainerState:
         The file is damaged, or something else.
     """
     with open(fname, "rb") as opened:
-        begin = opened.read(2)
-    if begin not in (b"", b"PK"):
-        raise StateError(
-            f"load_states: got {fname}, which is no file of Trainer.save_states; expected one. Those of gluon.Trainer do not say "
-            "which parameter a state belongs to: load the weights alone, and train on with new states."
-        )
-    try:
-        with open(fname, "rb") as opened, np.load(opened, allow_pickle=False) as file:
-            arrays = dict(file.items())
-        values = json.loads(arrays.pop(_VALUES).tobytes())
-        if values["version"] == _VERSION:
-            return from_values(values, arrays)
-    except Exception as error:  # damaged bytes may raise any exception
-        raise _damaged(fname, error) from error
+        try:
+            with np.load(opened, allow_pickle=False) as file:
+                arrays = dict(file.items())
+            values = json.loads(arrays.pop(_VALUES).tobytes())
+            if values["version"] == _VERSION:
+                return from_values(values, arrays)
+        except Exception as error:  # damaged bytes may raise any exception
+            raise _damaged(fname, error) from error
     found = f"{fname} of version {short(values['version'])}; expected version {_VERSION}"
     raise StateError(f"load_states: got {found}. Install a newer gluon_mgpu.")
 
@@ -138,7 +132,6 @@ def check_state(
                 f"with MXNet {mx.__version__}; expected the same class. Make the trainer with the optimizer of the file, or load "
                 "the network alone: load_checkpoint(folder, net)."
             )
-        _check_counts(state, layout, optimizer)
         states_on(layout, optimizer, state.states, str(source), shapes or {})
         if not is_whole(state.optimizer["values"].get("num_update", 0)):
             raise ValueError("num_update is not a whole number")
@@ -153,16 +146,6 @@ def check_state(
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise _damaged(source, error, operation) from error
-
-
-def _check_counts(state: TrainerState, layout: Layout, optimizer: opt.Optimizer) -> None:
-    """Raise `ValueError` unless states and counts belong to existing parameters, and to the same ones."""
-    strange = {*state.states, *state.counts}.difference(range(len(layout.params)))
-    if strange:
-        raise ValueError(f"a state or a count of parameter {short(min(strange))}, of {len(layout.params)}")
-    alone = {*state.states} ^ {*state.counts}
-    if state.counts and alone and is_known(optimizer):  # other classes may count differently
-        raise ValueError(f"a state or a count of {layout.names[min(alone)]}, and not both")
 
 
 def _check_same(fname: str, state: TrainerState, layout: Layout, operation: str) -> None:
@@ -185,8 +168,8 @@ def _check_same(fname: str, state: TrainerState, layout: Layout, operation: str)
 
 def _damaged(source: Any, error: Exception, operation: str = "load_states") -> StateError:
     return StateError(
-        f"{operation}: got {source}, which is damaged ({type(error).__name__}: {reason_of(error)}); expected an undamaged one. "
-        "Use another file, or save it again."
+        f"{operation}: got {source}, which is damaged or of gluon.Trainer ({type(error).__name__}: {reason_of(error)}); expected "
+        "an undamaged one of this package. Use another one, save it again, or load the weights alone."
     )
 
 

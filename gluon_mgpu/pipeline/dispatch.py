@@ -272,7 +272,8 @@ class _Run:
         self._in_order(task, place, micro_batch.inputs[place.number])
         outputs = self._compute(place, micro_batch, records=not place.recomputes)
         if place.device.device_type == "gpu" and place in self._moves:  # cuDNN moves them in the forward pass
-            self._take_stats(place, micro_batch, counts=not place.recomputes)
+            moved = place.stats.take(sum(micro_batch.sizes))
+            self._moves[place] += [] if place.recomputes else [moved]  # the second pass counts
         if place.recomputes:  # copies: an output may be an input, and the backward pass waits for outputs before inputs
             outputs = [one.copy() for one in outputs]
         self._last[place.device] = micro_batch.outputs[place.number] = outputs
@@ -335,7 +336,7 @@ class _Run:
                 outputs = self._compute(place, micro_batch, records=True)
             _differentiate([pair for pair in zip(outputs, given) if pair[1] is not None])
             if place in self._moves:
-                self._take_stats(place, micro_batch)
+                self._moves[place].append(place.stats.take(sum(micro_batch.sizes)))
             # MXNet may write another array than the one that was marked; none if the outputs do not depend on the input
             for at, array in enumerate(inputs):
                 if gradients[at] is not None:
@@ -343,12 +344,6 @@ class _Run:
             own = [param.grad(place.device) for param in place.params[:1]]
             self._last[place.device] = [one for one in gradients + own if one is not None]
         del micro_batch.outputs[number], micro_batch.inputs[number]  # the graph holds the activations, and goes with its outputs
-
-    def _take_stats(self, place: _Place, micro_batch: _MicroBatch, *, counts: bool = True) -> None:
-        """Put back the running statistics that a pass has moved, and note how far, if it counts."""
-        moved = place.stats.take(sum(micro_batch.sizes))
-        if counts:
-            self._moves[place].append(moved)
 
     def _gradients_of(self, place: _Place, micro_batch: _MicroBatch) -> List[Optional[Array]]:
         """Return the gradients of a stage's outputs on its device: the sums over all stages that read them."""

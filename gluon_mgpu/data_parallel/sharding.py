@@ -110,12 +110,7 @@ def plan_shards(num_examples: int, num_shards: int, weights: Optional[Sequence[f
 
 
 def split_data(
-    data: Any,
-    num_slice: int,
-    batch_axis: Any = 0,
-    even_split: bool = True,
-    *,
-    weights: Optional[Sequence[float]] = None,
+    data: Any, num_slice: int, batch_axis: Any = 0, even_split: bool = True, *, weights: Optional[Sequence[float]] = None
 ) -> List[Any]:
     """Return slices of a batch, without moving it to another device.
 

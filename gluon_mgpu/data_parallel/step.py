@@ -327,13 +327,7 @@ class TrainStep:
 
 
 def eval_batch(
-    net: gluon.Block,
-    X: Any,
-    y: Any,
-    devices: Sequence[Context],
-    *,
-    loss: Any = None,
-    split_f: SplitFunction = split_batch,
+    net: gluon.Block, X: Any, y: Any, devices: Sequence[Context], *, loss: Any = None, split_f: SplitFunction = split_batch
 ) -> Batch:
     """Run one batch forward over the devices, in prediction mode, and return its outputs. It does not wait.
 

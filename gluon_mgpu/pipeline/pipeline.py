@@ -134,13 +134,7 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
             )
         self._place()
 
-    def initialize(
-        self,
-        init: Any = None,
-        ctx: Any = None,
-        verbose: bool = False,
-        force_reinit: bool = False,
-    ) -> None:
+    def initialize(self, init: Any = None, ctx: Any = None, verbose: bool = False, force_reinit: bool = False) -> None:
         """Initialise the parameters on the devices of their stages.
 
         Raises

@@ -22,10 +22,7 @@ class Task:
 
 
 def simulate(
-    sources: Sequence[Sequence[int]],
-    devices: Sequence[Hashable],
-    num_micro_batches: int,
-    schedule: str = "1f1b",
+    sources: Sequence[Sequence[int]], devices: Sequence[Hashable], num_micro_batches: int, schedule: str = "1f1b"
 ) -> List[Tuple[float, Task]]:
     """Simulate a schedule and return its tasks, by the times at which they begin. Each device runs its tasks in this order.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
@@ -229,9 +228,7 @@ def _map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
     if is_device_array(data) or isinstance(data, np.ndarray):
         return function(data)
     if isinstance(data, dict):
-        mapped = copy.copy(data)
-        mapped.update((key, _map_arrays(function, value)) for key, value in data.items())
-        return mapped
+        return {key: _map_arrays(function, value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
         items = [_map_arrays(function, item) for item in data]
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)

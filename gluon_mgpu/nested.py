@@ -6,7 +6,7 @@ import copy
 import numbers
 import warnings
 from collections.abc import Mapping  # typing's is ten times slower to ask
-from typing import Any, Callable, Iterator, List, Tuple
+from typing import Any, Callable, Iterable, Iterator, List, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -86,6 +86,12 @@ def leaves(data: Any, path: str = "data") -> Iterator[Tuple[str, Array]]:
     found: List[Tuple[str, Array]] = []
     map_leaves(lambda at, leaf: found.append((at, leaf)), data, path=path)
     return iter(found)
+
+
+def with_leaves(data: Any, arrays: Iterable[Any]) -> Any:
+    """Return nested data of the form of these, with other leaves, in order."""
+    rest = iter(arrays)
+    return map_leaves(lambda _, leaf: next(rest), data)
 
 
 def num_bytes(array: Array) -> int:

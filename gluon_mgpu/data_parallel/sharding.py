@@ -17,7 +17,7 @@ from ..devices.select import check_contexts
 from ..devices.transfer import new_array, on_device
 from ..distributed import process_shard
 from ..errors import ShardError
-from ..nested import Array, Fields, host_array, is_device_array, leaves, map_leaves
+from ..nested import Array, Fields, host_array, is_device_array, leaves, map_leaves, with_leaves
 from ..trainer.gradients import note_split
 from .prepared import Place, new_array_at_once, slicer
 
@@ -301,7 +301,7 @@ class SplitPlan:
 
     def shards(self, data: Any) -> List[Any]:
         """Return the shards of a batch of this form, in its nesting."""
-        return [_like(data, parts) for parts in zip(*self._columns(data))]
+        return [with_leaves(data, parts) for parts in zip(*self._columns(data))]
 
     def pair(self, X: Any, y: Any) -> Shards:
         """Return the shards of features and of labels."""
@@ -366,12 +366,6 @@ def leaves_and_axes(data: Any, batch_axis: Any) -> List[Leaf]:
     found: List[Leaf] = []
     map_leaves(lambda path, leaf, axis: found.append((path, leaf, axis)), data, batch_axis)
     return found
-
-
-def _like(data: Any, parts: Sequence[Array]) -> Any:
-    """Return data of this form with these leaves."""
-    rest = iter(parts)
-    return map_leaves(lambda path, leaf: next(rest), data)
 
 
 def _part(data: Any, batch_axis: Any, begin: int, end: int) -> Any:

@@ -11,7 +11,7 @@ from mxnet import autograd, gluon
 from ..checks import instance
 from ..data_parallel.graph import draws_numbers
 from ..data_parallel.passes import WaitingPass
-from ..nested import Array, is_float, leaves, map_leaves
+from ..nested import Array, is_float, leaves, map_leaves, with_leaves
 from ..refusals import refusal
 from ..runtime.c_api import unallocated
 from ..trainer.parameters import blocks_of
@@ -184,8 +184,7 @@ class _Call:
         return list({id(one): one for _, one in leaves(form) if is_float(one) and id(one) not in known}.values())
 
     def _run(self, inputs: Sequence[Array]) -> Any:
-        rest = iter(inputs)
-        return self._block(*map_leaves(lambda _, leaf: next(rest), self._args))
+        return self._block(*with_leaves(self._args, inputs))
 
 
 _OPERATOR = "gluon_mgpu_recompute"

@@ -13,7 +13,7 @@ from mxnet import autograd, gluon
 
 from ..data_parallel.graph import Graph, inputs_of, may_draw, symbols_of
 from ..errors import TrainerError
-from ..nested import Array, leaves, map_leaves
+from ..nested import Array, leaves, with_leaves
 from ..trainer.precision import precision_of, reduce_precision
 
 NETWORK = -1  # as a producer: the network's own inputs
@@ -50,8 +50,7 @@ class Stage:
     def run(self, arrays: Sequence[Array]) -> List[Array]:
         """Return the stage's outputs, from the arrays of its sources."""
         if self.form is not None:
-            rest = iter(arrays)
-            arrays = [map_leaves(lambda _, leaf: next(rest), self.form)]
+            arrays = [with_leaves(self.form, arrays)]
         found = self.block(*arrays)
         return list(found) if isinstance(found, (list, tuple)) else [found]
 

@@ -20,6 +20,7 @@ from .slab import Slab
 # Gluon silently treats any other name, and None, as "local" or as no reduction.
 LOCAL_STORES = ("device", "local", "nccl", "local_allreduce_device", "local_allreduce_cpu", "local_update_cpu")
 _LARGEST = 3.4028234e38  # float32
+_MOST_ARRAYS = 200  # of one call of MXNet's finite check
 
 
 class Sum:
@@ -209,12 +210,15 @@ def finite_on_each(gradients: Sequence[Array]) -> List[Array]:
     >>> [finite.asscalar() for finite in finite_on_each([mx.nd.ones((2, 2)), mx.nd.array([float("inf")])])]
     [0.0]
     """
-    finite: Dict[Context, Array] = {}
+    alike: Dict[Tuple[Context, object], List[Array]] = {}
     for gradient in gradients:
         dense = (gradient if gradient.stype == "default" else gradient.data).as_nd_ndarray()
-        if dense.context not in finite:
-            finite[dense.context] = mx.nd.ones((1,), ctx=dense.context)
-        mx.nd.all_finite(dense, init_output=False, out=finite[dense.context])
+        alike.setdefault((dense.context, dense.dtype), []).append(dense)
+    finite = {context: mx.nd.ones((1,), ctx=context) for context, _ in alike}
+    for (context, _), arrays in alike.items():
+        for begin in range(0, len(arrays), _MOST_ARRAYS):
+            some = arrays[begin : begin + _MOST_ARRAYS]
+            mx.nd.multi_all_finite(*some, num_arrays=len(some), init_output=False, out=finite[context])
     return list(finite.values())
 
 

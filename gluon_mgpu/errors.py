@@ -21,8 +21,15 @@ def one_line(text: str) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of an error's message, where MXNet gives the reason; the class's name if the message is empty."""
-    return _lines(error)[-1]
+    """Return the line of an error's message in which MXNet gives the reason, or the last one; its class if there is none.
+
+    Examples
+    --------
+    >>> last_line(ValueError("Traceback\\nMXNetError: no such operator\\ncontext: cpu"))
+    'MXNetError: no such operator'
+    """
+    lines = _lines(error)
+    return next((line for line in reversed(lines) if line.startswith("MXNetError: ")), lines[-1])
 
 
 def first_line(error: BaseException) -> str:

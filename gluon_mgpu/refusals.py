@@ -45,6 +45,7 @@ REFUSALS: Tuple[Refusal, ...] = (
     Refusal("Pipeline", JOINING, "each device updates its own parameters", "Use sgd, adam or adamw"),
     Refusal("Pipeline", "set_precision()", "its stages are graphs already", "Call set_precision() before split_stages()"),
     Refusal("Pipeline", "update_bn()", "it spans devices", "Leave update_bn() out"),
+    Refusal("LearningRateFinder", "grad_req='add'", "its steps would be added to your sums", "Set grad_req='write' before"),
     Refusal("recompute()", "sparse gradients", "its operator has dense gradients", "Leave sparse_grad out of Embedding"),
     Refusal(
         "several processes",

@@ -193,3 +193,6 @@ def test_an_error_in_the_sweep_restores_everything():
         mgpu.tuning.LearningRateFinder(net, LOSS, trainer).sweep(iter([*data, (1, 2, 3)]), start=0.1)
     assert_same(weights(net), before)
     assert trainer.learning_rate == 0.5
+    net.collect_params().setattr("grad_req", "add")
+    with pytest.raises(mgpu.errors.ModesError):  # of sums that the program goes on with
+        mgpu.tuning.LearningRateFinder(net, LOSS, trainer).sweep(data)

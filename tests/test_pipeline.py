@@ -281,6 +281,23 @@ def test_blocks_with_tuples_and_frozen_stages(frozen, devices):
     assert moved == [param.grad_req != "null" for block in stages() for param in block.collect_params().values()]
 
 
+class TakesOneTuple(nn.HybridBlock):
+    """Or two arrays, so that a trial with two would decide the form of its graph."""
+
+    def hybrid_forward(self, F, x, *more):
+        x, y = (x, *more) if more else x
+        return x + 2 * y
+
+
+def test_a_hybridized_first_stage_takes_the_input_as_it_comes():
+    first = TakesOneTuple()
+    first.hybridize()
+    model = mgpu.Pipeline([first, nn.Dense(1, in_units=16)], contexts(2), 2)
+    model.initialize()
+    X, y = batches()[0]
+    assert len(mgpu.train_batch(model, CE, mgpu.Trainer(model, "sgd"), (X, X), y).losses) > 0
+
+
 def test_dropout_draws_the_same_numbers_in_all_schedules_and_again():
     def losses(schedule, recompute):
         stages = mgpu.split_stages(dense(dropout=0.5), 3, batches()[0][0], balance="bytes")

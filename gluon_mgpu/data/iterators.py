@@ -53,12 +53,13 @@ def batches_of(data_iter: Iterable[Any]) -> Iterator[Any]:
 
     An iterator of `mx.io` is reset first, and yields its batches without the examples that pad the last one. Batches of
     iterators written in C++ are copied, because these write the next batch into the same memory. They do not say what fills the
-    last one: with `round_batch=True` the first examples of the next pass, which a reset leaves out of it.
+    last one: with `round_batch=True` the first examples of the next pass, which a reset leaves out of it; without, an
+    `ImageRecordIter` leaves in it what the memory held, and counts that.
 
     Raises
     ------
     TrainerError
-        At that batch, unless their attribute `last_batch_handle` is `"pad"` or `"roll_over"`.
+        Such an iterator has no attribute `last_batch_handle`, which is `"pad"` or `"roll_over"`.
 
     Examples
     --------
@@ -68,10 +69,16 @@ def batches_of(data_iter: Iterable[Any]) -> Iterator[Any]:
     """
     if not isinstance(data_iter, DataIter):
         return iter(data_iter)
-    copies = isinstance(data_iter, mx.io.MXDataIter)
+    copies, fills = isinstance(data_iter, mx.io.MXDataIter), _last_batch(data_iter)
+    if not fills:
+        raise TrainerError(
+            "data_iter: got an iterator written in C++ that does not say what fills its last batch; expected last_batch_handle. "
+            "Set data_iter.last_batch_handle: 'roll_over' to train with round_batch=True, 'pad' with a CSVIter of "
+            "round_batch=False, or where the batch size divides the examples."
+        )
     if not copies or data_iter.first_batch is None:  # a new one begins by itself
         data_iter.reset()
-    axis, fills = max(0, str(getattr(data_iter, "layout", "N")).find("N")), _last_batch(data_iter)
+    axis = max(0, str(getattr(data_iter, "layout", "N")).find("N"))
     return map(partial(_own, axis=axis, fills=fills, copies=copies), data_iter)
 
 
@@ -120,12 +127,6 @@ def _last_batch(data_iter: Any) -> str:
 def _own(batch: DataBatch, axis: int = 0, fills: str = "pad", copies: bool = False) -> DataBatch:
     """Return a batch without its padding, as arrays of the current mode."""
     num_padded = 0 if fills == "roll_over" else batch.pad or 0
-    if num_padded and not fills:
-        raise TrainerError(
-            f"data_iter: got a last batch that an iterator written in C++ has filled with {num_padded} examples; expected it to "
-            "say with which. Choose a batch size that divides the examples, or set data_iter.last_batch_handle: 'roll_over' to "
-            "train, 'pad' with a CSVIter(round_batch=False)."
-        )
 
     def own(array: Optional[Array]) -> Any:
         if array is None:

@@ -220,7 +220,7 @@ class DataParallelCriterion(_Parallel):
             calls.append(((*own, *args), named))
         losses = self._on_each(calls)
         # If a loss returns several, GluonCV returns them on one device, and one tuple per device on more.
-        return _as_tuple(losses[0]) if len(self.ctx_list) == 1 else tuple(losses)
+        return _as_tuple(losses[0]) if losses and len(self.ctx_list) == 1 else tuple(losses)
 
 
 def _map_arrays(function: Callable[[Any], Any], data: Any) -> Any:

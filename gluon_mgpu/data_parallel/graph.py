@@ -171,7 +171,7 @@ def may_draw(node: Dict[str, Any]) -> bool:
     return _RANDOM.search(node["op"].lower()) is not None
 
 
-def draws_numbers(block: gluon.Block, inputs: Sequence[Array]) -> bool:
+def draws_numbers(block: gluon.Block, inputs: Sequence[Any]) -> bool:
     """Return whether a block may draw random numbers: true if its Python code cannot be traced."""
     if not isinstance(block, gluon.HybridBlock):
         return type(block) is not gluon.nn.Sequential or any(draws_numbers(one, inputs) for one in block._children.values())
@@ -179,7 +179,7 @@ def draws_numbers(block: gluon.Block, inputs: Sequence[Array]) -> bool:
     return graph is None or any(map(may_draw, json.loads(graph[1].tojson())["nodes"]))
 
 
-def symbols_of(block: gluon.HybridBlock, inputs: Sequence[Array]) -> Any:
+def symbols_of(block: gluon.HybridBlock, inputs: Sequence[Any]) -> Any:
     """Return a block's inputs and its output as symbols, None if its Python code cannot be traced."""
     with suppress(Exception):  # whatever a user's code raises for symbols
         return block._get_graph(*inputs)

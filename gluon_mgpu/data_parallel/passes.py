@@ -101,8 +101,8 @@ def backward(losses: Sequence[Array]) -> None:
         The losses are not a list of arrays.
     """
     # a small batch has no examples for this process
-    is_empty = isinstance(losses, list) and not losses and process_shard()[1] > 1
-    if not isinstance(losses, (list, tuple)) or not (losses or is_empty) or not all(is_device_array(loss) for loss in losses):
+    may_be_empty = process_shard()[1] > 1
+    if not isinstance(losses, (list, tuple)) or not (losses or may_be_empty) or not all(is_device_array(loss) for loss in losses):
         raise TrainerError(
             f"backward: got {short(losses)}; expected a list of one or more MXNet arrays, one loss per shard. "
             "Pass [loss(net(x), y) for x, y in zip(Xs, ys)]."
@@ -118,7 +118,7 @@ def run_backward(losses: Sequence[Array], own: Optional[Gradients] = None) -> No
         empty_pass(own)
         return
     expected = "losses that were recorded, each once"
-    advice = "Compute them inside autograd.record(), and call backward() once."
+    advice = "Compute them inside autograd.record() of parameters that are not all frozen, and call backward() once."
     with explaining("backward", "an error", expected, advice=advice), one_pass(own):
         if WaitingPass.calls:
             WaitingPass.run(losses)

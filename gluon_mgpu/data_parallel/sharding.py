@@ -424,8 +424,7 @@ def _load(operation: str, path: str, leaf: Array, ctx: Context, make: Callable[.
         return make(leaf, ctx, np.dtype(_MXNET_DTYPES.get(leaf.dtype.name, leaf.dtype)))
     except (KeyError, TypeError, ValueError, mx.MXNetError) as error:
         raise ShardError(
-            f"{operation}: got {path} of dtype {leaf.dtype}; expected a dtype that MXNet has, such as float32, int32 or "
-            "uint8. Cast it with astype('float32')."
+            f"{operation}: got {path} of dtype {leaf.dtype}; expected a dtype that MXNet has. Cast it with astype('float32')."
         ) from error
 
 

@@ -17,7 +17,7 @@ from ..data_parallel.batchnorm import set_batch_norm
 from ..data_parallel.compiled import make_passes
 from ..data_parallel.sharding import SplitFunction, split_batch
 from ..data_parallel.step import TrainStep, check_network
-from ..distributed import any_process
+from ..distributed import any_process, group
 from ..errors import TrainerError
 from ..refusals import refusal
 from ..runtime.environment import logger
@@ -105,7 +105,8 @@ def fit(
         Cut every batch into so many parts, so that weights, states and history have the same bits on any number of devices and
         processes that divides it; see `Trainer`.
     max_steps : int, optional
-        End the run after so many batches, counted from its beginning, and evaluate once more.
+        End the run after so many batches, counted from its beginning, and evaluate once more. A run that is resumed after
+        that begins with the next epoch.
     limit_batches, limit_eval_batches : int, optional
         Train on and evaluate only the first so many batches of each epoch, for a quick try.
     evaluate_every : int, optional
@@ -156,6 +157,12 @@ def fit(
     passes = make_passes("fit", net, test_loss, compiled, kept=trainer.kept)
     checkpoint = None if resume is None else _read_checkpoint(resume, callbacks, net, trainer, train_iter)
     num_batches = limits.num_batches(num_batches_of(train_iter))
+    processes = group()
+    if processes is not None and len(set(processes.all_gather_bytes(str(num_batches).encode()))) > 1:
+        raise TrainerError(
+            f"fit: got {num_batches} batches an epoch in process {processes.process.rank}, and others in other processes; "
+            "expected as many in all, as each step waits for all. Use a ShardedSampler, or limit_batches."
+        )
     state = FitState(net, trainer, limits.num_epochs(epochs, num_batches), num_batches, tests=test_iter is not None)
     caught = CaughtSignal()
     on_phase = partial(call_each, callbacks, "on_phase", state)

@@ -302,8 +302,8 @@ class _Run:
         if marked and records:
             autograd.mark_variables(*map(list, zip(*marked)), "write")
         if stage.draws is None:
-            stage.draws = draws_numbers(stage.block, inputs)
-            check_outputs(self._operation, stage.block, inputs)
+            stage.draws = draws_numbers(stage.block, stage.arguments(inputs))
+            check_outputs(self._operation, stage.block, stage.arguments(inputs))
         with autograd.record() if records else autograd.train_mode():  # this thread records nothing else
             found = stage.run(inputs)
             by_array = dict(zip(map(id, inputs), gradients))

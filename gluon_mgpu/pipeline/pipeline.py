@@ -174,8 +174,7 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         if context in self.replica_contexts:
             return self.replica_contexts.index(context)
         raise TrainerError(
-            f"Pipeline: got data on {context}; expected one of {self.replica_contexts}, where the first stage is. Move "
-            "the data there."
+            f"Pipeline: got data on {context}; expected one of {self.replica_contexts}, of the first stage. Move the data there."
         )
 
     def make_passes(self, loss: Any, *, trainer: Optional[Trainer] = None) -> Passes:

@@ -94,7 +94,7 @@ class Recomputed(gluon.Block):  # type: ignore[misc]
                 self.block(*args)  # it decides shapes
         inputs = [leaf for _, leaf in leaves(args)]
         if self._draws is None:
-            self._draws = draws_numbers(self.block, inputs)
+            self._draws = draws_numbers(self.block, args)
         return _Call(self.block, args, inputs, draws=self._draws).recorded(inputs)
 
     def _collect_params_with_prefix(self, prefix: str = "") -> Dict[str, gluon.Parameter]:

@@ -47,11 +47,13 @@ class Stage:
     is_data_parallel: bool = False
     form: Any = None
 
+    def arguments(self, arrays: Sequence[Array]) -> List[Any]:
+        """Return what the block is called with, for the arrays of the stage's sources."""
+        return list(arrays) if self.form is None else [with_leaves(self.form, arrays)]
+
     def run(self, arrays: Sequence[Array]) -> List[Array]:
         """Return the stage's outputs, from the arrays of its sources."""
-        if self.form is not None:
-            arrays = [with_leaves(self.form, arrays)]
-        found = self.block(*arrays)
+        found = self.block(*self.arguments(arrays))
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
     def gradients_for(self, sources: Sequence[Source]) -> List[bool]:
@@ -118,13 +120,13 @@ def use_dynamic_memory(blocks: Iterable[gluon.Block]) -> None:
             block._clear_cached_op()
 
 
-def check_outputs(operation: str, block: gluon.Block, inputs: Sequence[Array]) -> None:
+def check_outputs(operation: str, block: gluon.Block, inputs: Sequence[Any]) -> None:
     """Raise `TrainerError` if a hybridized block returns an input itself: MXNet loses its gradient."""
     graph = symbols_of(block, inputs) if isinstance(block, gluon.HybridBlock) and block._active else None
     if graph is not None and {one.name for one in graph[0]}.intersection(graph[1].list_outputs()):
         raise TrainerError(
             f"{operation}: got {block.name}, a hybridized stage that returns an input; expected new arrays, as MXNet loses the "
-            "gradient otherwise. Return F.identity(x), or leave this stage without hybridize()."
+            "gradient otherwise. Return x * 1, or leave this stage without hybridize()."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import re
 from typing import Any, Dict, Set, Tuple
 
@@ -67,9 +68,8 @@ def restore_optimizer(
     schedule = saved["schedule"]
     if schedule and optimizer.lr_scheduler is not None and schedule["class"] == class_name(optimizer.lr_scheduler):
         _restore(schedule["values"], optimizer.lr_scheduler)
-    end = getattr(optimizer.lr_scheduler, "max_update", None)
-    if end is not None and optimizer.num_update > end:
-        optimizer.lr_scheduler(end)  # MXNet's then keep the rate that they had last
+    if is_known(optimizer.lr_scheduler):  # go to its place; behind its end, MXNet's keep the rate that they had last
+        optimizer.lr_scheduler(min(optimizer.num_update, getattr(optimizer.lr_scheduler, "max_update", math.inf)))
     if learning_rate and optimizer.lr_scheduler is None and saved["learning_rate"] is not None:
         optimizer.set_learning_rate(saved["learning_rate"])
 

@@ -77,8 +77,7 @@ def check_options(layout: Layout, compression_params: Any, update_on_kvstore: An
     for name, param in zip(layout.names, layout.params):
         if param._stype != "default":
             raise TrainerError(
-                f"Trainer: got {name} stored as {param._stype}; expected dense weights. Use gluon.Trainer for sparse "
-                "weights, on one device."
+                f"Trainer: got {name} stored as {param._stype}; expected dense weights. Use gluon.Trainer on one device."
             )
 
 

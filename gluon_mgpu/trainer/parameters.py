@@ -40,8 +40,7 @@ def named_params(params: Params) -> Dict[str, gluon.Parameter]:
             )
     else:
         raise TrainerError(
-            f"Trainer: got {type(params).__name__} as the parameters; expected a Block, a dict or a list of "
-            "Parameters. Pass the network."
+            f"Trainer: got {type(params).__name__} as the parameters; expected a Block, a dict or a list. Pass the network."
         )
     for name, param in named.items():
         if not isinstance(param, gluon.Parameter):

@@ -126,8 +126,7 @@ def check_precision(net: Any, precision: Any) -> None:
     for name, param in params.items():
         if np.dtype(param.dtype) in (np.float16, np.float64):
             raise TrainerError(
-                f"set_precision: got {name} of {np.dtype(param.dtype).name}; expected float32 parameters, which operators "
-                "cast. Call net.cast('float32')."
+                f"set_precision: got {name} of {np.dtype(param.dtype).name}; expected float32. Call net.cast('float32')."
             )
         unfit = [str(context) for context in param.list_ctx() if context.device_type != device]
         if unfit:

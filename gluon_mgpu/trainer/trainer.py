@@ -309,8 +309,7 @@ class Trainer(gluon.Trainer):
             return
         if self.gradients.has_counted and not self.gradients.all_take_part and not self.gradients.has_new():
             raise StaleGradientError(
-                "Trainer.step: got no gradient on any device since the last step; expected a backward pass. Call flush() to "
-                "update with the gradients that were accumulated."
+                "Trainer.step: got no new gradient on any device; expected a backward pass. Call flush() to update without one."
             )
         self._step(batch_size, ignore_stale_grad)
 
@@ -370,8 +369,7 @@ class Trainer(gluon.Trainer):
             self._num_open -= 1
         if not had_new and not self._num_open and not self.gradients.has_counted and self.gradients.has_new():
             raise TrainerError(
-                "Trainer.accumulate: got backward passes that no step() has counted; expected a step after each. Call step(n) "
-                "inside, with the number of examples of the pass."
+                "Trainer.accumulate: got backward passes that no step() counted; expected a step after each. Call step(n) inside."
             )
 
     def flush(self, ignore_stale_grad: bool = False) -> None:
@@ -430,8 +428,7 @@ class Trainer(gluon.Trainer):
         slabs = self.gradients.collect(ignore_stale_grad=True)
         if self._summed and not slabs:
             raise TrainerError(
-                "Trainer.allreduce_grads: got gradients that it has already summed; expected a backward pass in "
-                "between. Call update()."
+                "Trainer.allreduce_grads: got gradients that it has already summed; expected a pass in between. Call update()."
             )
         is_all = slabs is self._layout.slabs  # each device gets the sum, which the program may change
         self._sum.run(self._layout.everywhere if is_all else [replace(slab, owner=None) for slab in slabs])

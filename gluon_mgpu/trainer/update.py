@@ -275,10 +275,7 @@ def states_on(
         name, param = layout.names[index], layout.params[index]
         owner = layout.owner_of(index) if is_replicable(optimizer) else 0
         if param._data is None and id(param) not in shapes:
-            raise StateError(
-                f"load_states: got {name} without a shape yet; expected values on the devices. Pass one batch through the "
-                "network."
-            )
+            raise StateError(f"load_states: got {name} without a shape yet; expected values. Pass one batch through the network.")
         for replica, context in enumerate(param.list_ctx()):
             if owner in (None, replica):
                 if param._data is None:

@@ -17,6 +17,7 @@ from ..data_parallel.sharding import SplitFunction, split_batch
 from ..data_parallel.step import Batch, check_network, eval_batch, train_batch
 from ..distributed import group
 from ..plots import figure, save
+from ..refusals import refusal
 from ..trainer.parameters import devices_of, has_values
 from ..trainer.trainer import Trainer
 
@@ -107,6 +108,8 @@ class LearningRateFinder:
         real_number(name, "end", end, low=start, above=True, advice="From 1e-7 to 10 is usual.")
         self.rates, self.losses, self.smoothed = [], [], []
         self._resolve_shapes(train_iter)
+        if any(param.grad_req == "add" for param in self._trainer.params):
+            raise refusal(name, "LearningRateFinder", "grad_req='add'")
         before, epoch = remember(self._net, self._trainer), loader_epoch(train_iter)
         optimizer = self._trainer.optimizer
         schedule, rate = optimizer.lr_scheduler, optimizer.lr

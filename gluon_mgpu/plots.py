@@ -10,6 +10,7 @@ from typing import Any, Dict, List, Sequence, Tuple, Union
 from .checks import whole_number
 from .errors import TrainerError
 from .runtime.environment import require
+from .runtime.new_files import new_file
 from .runtime.profiler import Operation, batches_of
 from .runtime.units import column_title, in_percent
 
@@ -28,8 +29,9 @@ def figure(width: float = 10, height: float = 4) -> Any:
 
 
 def save(made: Any, path: Union[str, Path]) -> None:
-    """Write a figure as a PNG with 120 dots per inch."""
-    made.savefig(str(path), dpi=120)
+    """Write a figure as a PNG with 120 dots per inch, which replaces the file once it is complete."""
+    with new_file(Path(path)) as new:
+        made.savefig(str(new), dpi=120)
 
 
 def plot_history(rows: Sequence[Dict[str, float]]) -> Any:

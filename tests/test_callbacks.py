@@ -154,11 +154,10 @@ def test_progress_tells_of_a_long_epoch(capsys, monkeypatch):
     monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_BATCHES", 1)
     train([mgpu.Progress(every_s=0)], epochs=2, num_batches=2)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  accuracy")[0] for line in lines if " batch " in line][:2] == [
-        "epoch 1/2  batch 1/2",
-        "epoch 1/2  batch 2/2",
-    ]
-    assert all(line.endswith(" left") for line in lines if " batch " in line)
+    begin = [line.split("  accuracy")[0] for line in lines if "  batch " in line][:2]
+    assert begin == ["epoch 1/2  batch 1/2", "epoch 1/2  batch 2/2"]
+    assert all(line.endswith(" left") for line in lines if "  batch " in line)
+    assert sum("evaluates batch 1" in line for line in lines) == 4
     monkeypatch.setattr(sys, "stdout", None)  # which a shell's >&- leaves
     train([mgpu.Progress(every_s=0)], epochs=1, num_batches=2)
 
@@ -177,7 +176,8 @@ def test_progress_is_a_line_that_changes_on_a_terminal(capsys, monkeypatch):
     *lines, last = capsys.readouterr().out.split("\n")
     assert len(lines) == 2 and last == ""
     for row, line in zip(history.rows, lines):
-        running, finished = line.split("\r\x1b[K")
+        running, evaluating, finished = line.split("\r\x1b[K")
+        assert evaluating.startswith(f"epoch {row['epoch']}/2  evaluates batch 1  accuracy ")
         assert len(running) < 60 and running.startswith(f"epoch {row['epoch']}/2  batch 1/1  accuracy ")
         assert finished.startswith(f"epoch {row['epoch']}/2  train accuracy {100 * row['train_accuracy']:.2f} %")
         assert finished.endswith(f"  {row['examples_per_s']:.0f} images/s  {row['seconds']:.1f} s")

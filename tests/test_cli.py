@@ -261,11 +261,11 @@ def predict_tiny(monkeypatch, data_dir, output, *options):
 
     def scores(net, loader, **options):
         calls.append(loader)
-        return np.stack([1 - loader.y, loader.y], axis=1).astype("float32")
+        return [np.stack([1 - loader.y, loader.y], axis=1).astype("float32")]
 
     monkeypatch.setattr("gluon_mgpu.models.resnet18", tiny_network)
     monkeypatch.setattr("gluon_mgpu.checkpoint.save_and_load.load_checkpoint", lambda folder, net: None)
-    monkeypatch.setattr("gluon_mgpu.loop.predict.predict", scores)
+    monkeypatch.setattr("gluon_mgpu.loop.predict.predict_batches", scores)
     arguments = ["--devices", "cpu*1", "--data-dir", data_dir, "--output", output, *options]
     return invoke("predict", "resnet18", *arguments), calls
 

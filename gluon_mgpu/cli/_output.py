@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..distributed.process import this_process
+from ..runtime.new_files import new_file
 
 
 def print_once(text: str) -> None:
@@ -41,16 +42,21 @@ def _is_number(cell: str) -> bool:
 def write_results(folder: Path, name: str, results: Any) -> None:
     """Write `name.json` into a folder, and print where it is."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    print(f"saved {path}")
+    with new_file(folder / f"{name}.json") as new:
+        new.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    print(f"saved {folder / name}.json")
 
 
 @contextmanager
 def showing(first: str) -> Iterator[Callable[[str], None]]:
-    """Show on standard error what a command is doing: one line that changes on a terminal, otherwise one line per message."""
+    """Show on standard error what a command is doing: one line that changes on a terminal, otherwise one line per message.
+
+    In a job of several processes, only the first one shows it.
+    """
     console = Console(stderr=True)
-    if console.is_terminal:
+    if this_process().rank:
+        yield lambda text: None
+    elif console.is_terminal:
         with console.status(first) as status:
             yield status.update
     else:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, List, Optional
 
 import click
 import numpy as np
 
 from ._options import FILE, FOLDER, best_of, count, devices_option, image_options, seed_option
+from ._output import showing
 
 
 @click.group()
@@ -41,23 +42,28 @@ def predict_resnet18(
     from ..checkpoint.save_and_load import load_checkpoint
     from ..data import ArrayLoader
     from ..devices.select import use_devices
-    from ..loop.predict import predict as run_prediction
+    from ..loop.predict import predict_batches
     from ..models import resnet18
+    from ..runtime.new_files import new_file
     from .train_resnet18 import load_images
 
     images = load_images(data, data_dir, seed)
     output.parent.mkdir(parents=True, exist_ok=True)  # raises before the prediction if it cannot be created
-    with use_devices(**choice) as ctx:
+    scores: List[np.ndarray] = []
+    with use_devices(**choice) as ctx, showing("reading the network") as show:
         net = resnet18(images.num_classes)
         net.initialize(ctx=ctx)
         folder = best_of(checkpoint)
         load_checkpoint(folder, net)
         net.hybridize(static_alloc=True, static_shape=True)
-        scores = run_prediction(net, ArrayLoader(images.test_images, images.test_labels, batch_size), pairs=True)
-    odds = np.exp(scores - scores.max(axis=1, keepdims=True))
+        loader = ArrayLoader(images.test_images, images.test_labels, batch_size)
+        for batch in predict_batches(net, loader, pairs=True, max_inflight=2):  # Ctrl-C waits for those
+            scores.append(batch)
+            show(f"{sum(map(len, scores))} of {len(images.test_images)} images")
+    odds = np.exp([row - row.max() for batch in scores for row in batch])
     odds /= odds.sum(axis=1, keepdims=True)
     found = odds.argmax(axis=1)
-    with open(output, "w", newline="", encoding="utf-8") as file:
+    with new_file(output) as new, open(new, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["image", "class", "probability", "label"])
         for number, (chosen, label) in enumerate(zip(found, images.test_labels)):

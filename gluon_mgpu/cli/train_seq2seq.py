@@ -32,7 +32,7 @@ from ..models.seq2seq.training_callbacks import SaveTranslator, TokenProgress, V
 from ..models.seq2seq.translation_scores import has_sacrebleu, score_signatures, translation_scores
 from ..models.seq2seq.translator import BEAM_SIZE, Translator, load_translator
 from ..runtime.units import format_column
-from ._output import print_once
+from ._output import print_once, showing
 from ._training import create_trainer, num_replicas, prepare_network, prepared_devices, run_fit
 
 Encoded = Tuple[List[List[int]], List[List[int]]]  # source and target sentences
@@ -79,8 +79,10 @@ def train(options: SimpleNamespace) -> None:
         print_once(f"{options.hidden_size} units, dropout {options.dropout:g}")
         history = _train(translator, corpus, ctx, options)
         best = load_translator(options.output / "best", ctx)
-        beams = _choose_search(best, corpus, options)
-        scores = translation_scores(best.best(corpus.test.source, beam_size=best.beam_size), corpus.test.target)
+        with showing("translating the sentences to validate") as show:
+            beams = _choose_search(best, corpus, options)
+            show("translating the sentences to test")
+            scores = translation_scores(best.best(corpus.test.source, beam_size=best.beam_size), corpus.test.target)
     print_once(f"saved curves.png, history.csv, history.json, best and last in {options.output}")
     rates = f"{median(history.column('tokens_per_s')):.0f} tokens/s on {names}"
     print_once(f"test of best, {beams}: {'  '.join(format_column(*score) for score in scores.items())}; {rates}")

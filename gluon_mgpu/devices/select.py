@@ -114,7 +114,7 @@ def resolve_devices(spec: DeviceSpec = None, *, min_free_memory: Union[None, int
     gluon_mgpu.errors.DeviceError: use_devices: got 'tpu'; expected a device name. ...
     """
     if isinstance(spec, str):
-        spec = re.sub(r"\s+", "", spec.lower())
+        spec = re.sub(r"\((\d+)\)", r":\1", re.sub(r"\s+", "", spec.lower()))  # "cpu(0), cpu(1)", as contexts are printed, too
         spec = int(spec) if re.fullmatch(r"[0-9]{1,9}", spec) else spec
     demand = _demand(spec, num_bytes(min_free_memory))
     contexts = _named(spec) if demand is None else _contexts_for(demand)

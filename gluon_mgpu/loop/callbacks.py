@@ -97,6 +97,9 @@ class Callback:
     def on_test_begin(self, state: FitState) -> None:
         """After training an epoch, before its evaluation, if there is one."""
 
+    def on_test_report(self, state: FitState, progress: EpochProgress) -> None:
+        """About twice a second while evaluating, when the sums have been read."""
+
     def on_test_end(self, state: FitState) -> None:
         """After the evaluation of an epoch, also if an error or a signal ends it."""
 
@@ -145,11 +148,11 @@ class Progress(Callback):
     def on_report(self, state: FitState, progress: EpochProgress) -> None:
         batch = f"batch {progress.num_batches}/{state.num_batches or '?'}"
         speed = [f"{progress.examples_per_s:.0f} {self._unit}/s", *self._left(state, progress)]
-        line = "  ".join([f"epoch {state.epoch}/{state.epochs}", batch, *_columns(progress.means, ""), *speed])
-        if sys.stdout is not None and sys.stdout.isatty():
-            self._print(line[: shutil.get_terminal_size().columns - 1], end="")
-        elif time.perf_counter() - self._printed > self._every_s:
-            self._print(line)
+        self._show(f"epoch {state.epoch}/{state.epochs}", batch, *_columns(progress.means, ""), *speed)
+
+    def on_test_report(self, state: FitState, progress: EpochProgress) -> None:
+        batch = f"evaluates batch {progress.num_batches}"
+        self._show(f"epoch {state.epoch}/{state.epochs}", batch, *_columns(progress.means, ""))
 
     def on_epoch_end(self, state: FitState) -> None:
         row = state.history.rows[-1]
@@ -167,6 +170,14 @@ class Progress(Callback):
             return []
         seconds = (time.perf_counter() - self._began) / (done - self._done_before) * (state.epochs - done)
         return [f"{_clock(seconds)} left"]
+
+    def _show(self, *columns: str) -> None:
+        """Print a line that changes on a terminal, otherwise one every few seconds."""
+        line = "  ".join(columns)
+        if sys.stdout is not None and sys.stdout.isatty():
+            self._print(line[: shutil.get_terminal_size().columns - 1], end="")
+        elif time.perf_counter() - self._printed > self._every_s:
+            self._print(line)
 
     def _print(self, line: str, end: str = "\n") -> None:
         """Print a line in the place of one that is not ended yet."""

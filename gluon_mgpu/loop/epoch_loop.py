@@ -133,7 +133,8 @@ class Run:
         data = test_iter if limit is None else islice(batches_of(test_iter), limit)
         call_each(self.callbacks, "on_test_begin", state)
         try:
-            return self.evaluate(data, self.metrics, replace(options, operation="evaluate"))
+            on_report = partial(call_each, self.callbacks, "on_test_report", state)
+            return self.evaluate(data, self.metrics, replace(options, operation="evaluate", on_report=on_report))
         finally:
             call_each(self.callbacks, "on_test_end", state)
 

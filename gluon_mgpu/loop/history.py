@@ -58,5 +58,4 @@ class History:
             content = {"stopped": self.stopped, "epochs": self.rows, "evaluations": self.evaluations}
             with new_file(folder / "history.json") as path:
                 path.write_text(json.dumps(content, indent=1, default=float), encoding="utf-8")
-            with new_file(folder / "curves.png") as path:
-                save(plot_history(self.rows), path)
+            save(plot_history(self.rows), folder / "curves.png")

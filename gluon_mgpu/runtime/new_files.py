@@ -19,7 +19,9 @@ def new_file(path: Path) -> Iterator[Path]:
         yield new
         sync(new)
         new.replace(path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno and not error.filename:  # a full disk names none
+            error.filename = str(path)
         with suppress(OSError):
             new.unlink()
         raise

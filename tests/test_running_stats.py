@@ -305,7 +305,7 @@ def test_a_former_trainer_holds_only_the_latest_one():
     first = mgpu.Trainer(net, "sgd")
     for _ in range(5):
         latest = mgpu.Trainer(net, "sgd")
-    found = [first.running_stats, *first.running_stats._others]
+    found = first.running_stats._together()
     assert latest.running_stats in found and len(found) <= 3, "not all five, each of which holds the next one"
 
 

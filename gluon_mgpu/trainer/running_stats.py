@@ -190,23 +190,19 @@ class RunningStats:
             for other in list(_all):
                 other._leave(self)
             _all.add(self)
-            for one in _all:
-                one._find_others()
 
     def add(self, params: Sequence[gluon.Parameter]) -> None:
         """Move these statistics too, of a network of which the trainer has only some parameters."""
         new = list(params)
         self._reached.update((id(param), param) for param in new)
         for one in (self, *_all):
+            if one.has_some(new) and one is not self and one not in self._others:
+                self._others.append(one)
             new = one._without(new)
         if new:
             self._params, self._num_moves = self._params + new, -1
-        self._find_others()
-        for one in (self, *self._others):  # now: the next pass moves the values
+        for one in self._together():  # now: the next pass moves the values
             one._follow()
-
-    def _find_others(self) -> None:
-        self._others = [one for one in _all if one is not self and one.has_some(list(self._reached.values()))]
 
     def _leave(self, other: RunningStats) -> None:
         """Leave to another trainer's the statistics that it has."""
@@ -216,6 +212,8 @@ class RunningStats:
                 self.settle(self._trained)
             self._params, self._num_moves = other._without(self._params), -1
             self._follow()
+        if other.has_some(list(self._reached.values())):
+            self._others = [one for one in self._others if one._params] + [other]
 
     def has_some(self, params: Sequence[gluon.Parameter]) -> bool:
         """Return whether any of these are its statistics."""
@@ -245,7 +243,7 @@ class RunningStats:
 
     def begin(self) -> None:
         """Take the values of each first device as the common ones, and count from here."""
-        for one in (self, *self._others):
+        for one in self._together():
             one._follow()
             one._take()
             one._examples = None
@@ -267,9 +265,16 @@ class RunningStats:
             Whether a program may have set the values since the passes: their mean counts then, not that of the changes.
         """
         _stages_before.clear()
-        for one in (self, *self._others):
+        for one in self._together():
             if one._params:
                 one._move(trained, idle, anew=anew)
+
+    def _together(self) -> List[RunningStats]:
+        """Return all that have statistics which this trainer's passes move."""
+        found = [self]
+        for one in found:
+            found += [other for other in one._others if other not in found]
+        return found
 
     def _move(self, trained: List[Slab], idle: Iterable[Context], *, anew: bool) -> None:
         self._num_passes = _num_passes

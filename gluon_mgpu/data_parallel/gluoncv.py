@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
@@ -228,7 +229,9 @@ def _map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
     if is_device_array(data) or isinstance(data, np.ndarray):
         return function(data)
     if isinstance(data, dict):
-        return {key: _map_arrays(function, value) for key, value in data.items()}
+        mapped = copy.copy(data)
+        mapped.update((key, _map_arrays(function, value)) for key, value in data.items())
+        return mapped
     if isinstance(data, (list, tuple)):
         items = [_map_arrays(function, item) for item in data]
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)

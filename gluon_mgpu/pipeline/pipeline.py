@@ -254,5 +254,8 @@ def _use_dynamic_memory(net: gluon.Block, stages: Stages) -> None:
         if isinstance(block, Recomputed):
             raise refusal("Pipeline", "recompute()", "Pipeline")
         if isinstance(block, (SyncBatchNorm, gluon.contrib.nn.SyncBatchNorm)):
-            raise refusal("Pipeline", "Pipeline", "synchronised BatchNorm", f"{block.name}, a {type(block).__name__}")
+            raise TrainerError(
+                f"Pipeline: got {block.name}, a {type(block).__name__}; expected nn.BatchNorm, as a stage sees one micro-batch "
+                "at a time. Use nn.BatchNorm, or call revert_sync_batchnorm(net) first."
+            )
     use_dynamic_memory(blocks.values())

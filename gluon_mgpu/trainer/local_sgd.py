@@ -121,6 +121,10 @@ class LocalSGD(Trainer):
         """Raise: LocalSGD does not sum gradients."""
         raise refusal("LocalSGD.allreduce_grads", "LocalSGD", "allreduce_grads()")
 
+    def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Raise: see `allreduce_grads`."""
+        raise refusal("LocalSGD.update", "LocalSGD", "allreduce_grads()", "update()")
+
     def state(self) -> TrainerState:
         """Average the devices, and return the state."""
         self.average_replicas()

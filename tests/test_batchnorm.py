@@ -167,11 +167,8 @@ def test_a_conversion_keeps_everything_else(tmp_path):
     plain.load_parameters(str(tmp_path / "net.params"))
     assert largest_difference([plain(x).asnumpy()], [prediction]) <= 1e-6
     revert_sync_batchnorm(net)
-    assert (
-        type(net.norm) is nn.BatchNorm
-        and type(net.rest[0]) is nn.BatchNormReLU
-        and vars(net.norm).keys() == vars(plain.norm).keys()
-    )
+    assert (type(net.norm), type(net.rest[0])) == (nn.BatchNorm, nn.BatchNormReLU)
+    assert vars(net.norm).keys() == vars(plain.norm).keys()
     assert net._active and dict(net._flags)["static_alloc"] and vars(net).keys() == vars(plain).keys()
     assert largest_difference([net(x).asnumpy()], [prediction]) == 0.0
     net.export(str(tmp_path / "net"))

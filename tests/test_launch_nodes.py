@@ -196,9 +196,8 @@ def test_machines_that_never_come(tmp_path, hosts, capfd):
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", hosts.port + 1))
         taken.listen()
-        assert (
-            run_job(Job((*PYTHON, "-c", "input()"), node_rank=0, servers=0, **{**options, "join_s": 60, "max_restarts": 0})) == 1
-        )
+        options.update(join_s=60, max_restarts=0)
+        assert run_job(Job((*PYTHON, "-c", "input()"), node_rank=0, servers=0, **options)) == 1
     assert "bind failed" in capfd.readouterr().err
 
 

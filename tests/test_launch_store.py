@@ -58,10 +58,8 @@ def test_two_workers_and_a_killed_server(run, mark):
         (server,) = [pid for pid in marked(mark) if is_server(pid)]
         os.kill(server, signal.SIGKILL)
         assert launcher.wait(timeout=240) == 137
-        assert (
-            "gluon-mgpu launch: server 0 was killed by SIGKILL, the first of 2 processes to fail"
-            in launcher.stdout.read().decode()
-        )
+        told = "gluon-mgpu launch: server 0 was killed by SIGKILL, the first of 2 processes to fail"
+        assert told in launcher.stdout.read().decode()
         assert marked(mark) == []
     finally:
         kill_when_done(launcher)

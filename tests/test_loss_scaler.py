@@ -26,6 +26,8 @@ TABLE = [  # gradient, what settle returns, the scale and the number of good ste
     (-INF, None, 256.0, 0),
     (INF, None, 128.0, 0),
     (3e38, 128.0, 128.0, 1),
+    (0.0, 128.0, 128.0, 2),
+    (1.0, 128.0, 256.0, 0),
 ]
 
 
@@ -76,6 +78,8 @@ def test_losses_are_multiplied_within_the_graph(inside, arrays, devices):
 
 def test_gradients_that_were_not_scaled_are_refused():
     scaler = LossScaler()
+    with pytest.raises(TrainerError, match="a list of MXNet arrays"):
+        scaler.scale_losses([1.0])
     with pytest.raises(TrainerError, match="not scaled"):
         scaler.check("Trainer.step")
     scaler.scale_losses([mx.nd.ones((1,))])

@@ -281,10 +281,16 @@ AGREE = """
         losses = [loss(net(x), label) for x, label in zip(Xs, ys)]
     mgpu.backward(losses)
     errors.append(refused(trainer.step, 6))
+    net = gluon.nn.Sequential()
+    net.add(*[one for _ in range(6) for one in (gluon.nn.Dense(2, in_units=2), gluon.nn.BatchNorm(in_channels=2))])
+    net.initialize(init.Xavier(), ctx=ctx)
+    trainers, X = [mgpu.Trainer(net[i], "sgd") for i in range(1, 12, 2)], np.float32(range(12)).reshape(6, 2)
+    mgpu.train_batch(net, loss, trainers[-1], X, X)
+    statistics = [param.data().asnumpy().tolist() for param in net.collect_params(".*running.*").values()]
     lines = []
     logging.getLogger("gluon_mgpu").addFilter(lambda record: lines.append(record.getMessage()))
     mgpu.train_batch(*[(one, loss, two) for one, two in [linear()]][0], X, y + me.rank)
-    tell("agree", found=found, epochs=epochs, errors=errors, lines=lines)
+    tell("agree", found=found, statistics=statistics, epochs=epochs, errors=errors, lines=lines)
 """
 
 
@@ -297,6 +303,7 @@ def test_what_one_process_does_alone_the_others_know(job, num_processes, backend
         assert one["found"][0] == [[0.25, 0.25]]  # 1 - 0.25 · (1 + 1), and again
         assert one["found"][1] == [[0.25 / 4 - 0.25 * 6 * (0.125) + 0.25] * 2]
         assert one["found"][2] == [[0.5, 0.5]]
+        assert one["statistics"] == told[0]["statistics"]  # of layers of six trainers, summed in one order
         assert (one["epochs"], one["errors"]) == (2, ["TrainerError"] * 2 + ["ModesError"])
     assert ["different batches" in str(one["lines"]) for one in told] == [True] + [False] * (num_processes - 1)
 

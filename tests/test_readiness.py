@@ -34,7 +34,6 @@ class WaiterProp(mx.operator.CustomOpProp):
 def test_an_array_is_ready_when_it_has_been_written():
     if runs_serially():
         pytest.skip("the serial engine has no queue")
-    may_end.clear()
     x = mx.nd.ones((2,))
     x.wait_to_read()
     y = mx.nd.Custom(x, op_type="readiness_waiter")

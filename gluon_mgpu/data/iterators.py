@@ -15,7 +15,7 @@ from ..nested import Array
 
 
 def check_iterable(operation: str, name: str, data_iter: Any, *, reader: str = "", pairs: bool = True) -> None:
-    """Raise `TrainerError` unless this is an iterable of batches. The items of a list must be pairs.
+    """Raise `TrainerError` unless this is an iterable of batches, whose padding is known. The items of a list must be pairs.
 
     Parameters
     ----------
@@ -32,6 +32,12 @@ def check_iterable(operation: str, name: str, data_iter: Any, *, reader: str = "
         expected, example = ("pairs (X, y)", "[(X, y)]") if pairs else ("batches", "[X]")
         raise TrainerError(
             f"{operation}: got {short(data_iter)} as {name}; expected an iterable of {expected}. Pass {example}, or a DataLoader."
+        )
+    if isinstance(data_iter, DataIter) and not _last_batch(data_iter):
+        raise TrainerError(
+            f"{operation}: got a {name} written in C++ that does not say what fills its last batch; expected last_batch_handle. "
+            f"Set {name}.last_batch_handle: 'roll_over' to train with round_batch=True, 'pad' with a CSVIter of "
+            "round_batch=False, or where all batches are full, as those of MNISTIter."
         )
     if reader and isinstance(data_iter, (list, tuple)):
         if not data_iter:
@@ -54,12 +60,7 @@ def batches_of(data_iter: Iterable[Any]) -> Iterator[Any]:
     An iterator of `mx.io` is reset first, and yields its batches without the examples that pad the last one. Batches of
     iterators written in C++ are copied, because these write the next batch into the same memory. They do not say what fills the
     last one: with `round_batch=True` the first examples of the next pass, which a reset leaves out of it; without, an
-    `ImageRecordIter` leaves in it what the memory held, and counts that.
-
-    Raises
-    ------
-    TrainerError
-        Such an iterator has no attribute `last_batch_handle`, which is `"pad"` or `"roll_over"`.
+    `ImageRecordIter` leaves in it what the memory held, and counts that. `check_iterable` asks for their `last_batch_handle`.
 
     Examples
     --------
@@ -70,12 +71,6 @@ def batches_of(data_iter: Iterable[Any]) -> Iterator[Any]:
     if not isinstance(data_iter, DataIter):
         return iter(data_iter)
     copies, fills = isinstance(data_iter, mx.io.MXDataIter), _last_batch(data_iter)
-    if not fills:
-        raise TrainerError(
-            "data_iter: got an iterator written in C++ that does not say what fills its last batch; expected last_batch_handle. "
-            "Set data_iter.last_batch_handle: 'roll_over' to train with round_batch=True, 'pad' with a CSVIter of "
-            "round_batch=False, or where the batch size divides the examples."
-        )
     if not copies or data_iter.first_batch is None:  # a new one begins by itself
         data_iter.reset()
     axis = max(0, str(getattr(data_iter, "layout", "N")).find("N"))

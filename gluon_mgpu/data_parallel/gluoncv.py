@@ -151,8 +151,11 @@ class DataParallelModel(_Parallel):
         if self.ctx_list is None:
             return self.module(*inputs, **kwargs)
         shards = self._split((inputs, kwargs), self.ctx_list)
-        if len(shards) < len(self.ctx_list) and autograd.is_training() and isinstance(self.module, gluon.Block):
-            check_shards("DataParallelModel", self.module, len(shards))
+        if len(shards) < len(self.ctx_list) and autograd.is_training():
+            if isinstance(self.module, gluon.Block):
+                check_shards("DataParallelModel", self.module, len(shards))
+            elif self.sync:  # nobody knows its layers
+                raise ShardError("DataParallelModel: got sync=True and an idle device; expected none. Leave out the batch.")
         return tuple(map(_as_tuple, self._on_each(shards)))
 
     def __getattr__(self, name: str) -> Any:

@@ -118,7 +118,7 @@ def run_backward(losses: Sequence[Array], own: Optional[Gradients] = None) -> No
         empty_pass(own)
         return
     expected = "losses that were recorded, each once"
-    advice = "Compute them inside autograd.record() of parameters that are not all frozen, and call backward() once."
+    advice = "Compute them inside autograd.record(), call backward() once, and do not freeze all parameters."
     with explaining("backward", "an error", expected, advice=advice), one_pass(own):
         if WaitingPass.calls:
             WaitingPass.run(losses)

@@ -157,8 +157,8 @@ def fit(
     passes = make_passes("fit", net, test_loss, compiled, kept=trainer.kept)
     checkpoint = None if resume is None else _read_checkpoint(resume, callbacks, net, trainer, train_iter)
     num_batches = limits.num_batches(num_batches_of(train_iter))
-    processes = group()
-    if processes is not None and len(set(processes.all_gather_bytes(str(num_batches).encode()))) > 1:
+    processes, steps = group(), min(num_batches, max_steps or num_batches)
+    if processes is not None and len(set(processes.all_gather_bytes(str(steps).encode())).difference([b"0"])) > 1:
         raise TrainerError(
             f"fit: got {num_batches} batches an epoch in process {processes.process.rank}, and others in other processes; "
             "expected as many in all, as each step waits for all. Use a ShardedSampler, or limit_batches."

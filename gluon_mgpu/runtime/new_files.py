@@ -14,6 +14,10 @@ def new_file(path: Path) -> Iterator[Path]:
 
     Each process of a job has its own: all may write the same file.
     """
+    if path.exists() and not path.is_file():  # a device or a pipe
+        yield path
+        return
+    path = Path(os.path.realpath(path))  # a link stays
     new = path.with_name(f".new{os.environ.get('GLUON_MGPU_RANK', '')}.{path.name}")
     try:
         yield new

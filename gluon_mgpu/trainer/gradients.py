@@ -280,7 +280,7 @@ class Gradients:
             raise refusal("Trainer.step", "several processes", "several passes before a step")
         if self._is_behind and not self._is_full:
             raise refusal("Trainer.step", "compile_step()", "loss.backward()")
-        doubt = _IDLE if _now.idle and (fresh & self._idle()).any() else self._doubt or (_SUMMED if self._own else "")
+        doubt = _IDLE if _now.idle and (fresh & self._idle()).any() else _SUMMED if self._own else self._doubt
         if doubt and (is_empty or doubt != _PARTS):
             raise TrainerError(
                 f"Trainer.step: got gradients of {self._layout.params[self._entries[0][0]].name} and others from several "

@@ -6,9 +6,9 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from mxnet import autograd
 
-from ..checks import real_number, whole_number
+from ..checks import real_number, short, whole_number
 from ..errors import NonFiniteLossError, TrainerError
-from ..nested import Array
+from ..nested import Array, is_device_array
 from ..runtime.environment import logger
 from .sums import finite_on_each
 
@@ -61,6 +61,8 @@ class LossScaler:
 
     def scale_losses(self, losses: Sequence[Array]) -> List[Array]:
         """Return the losses multiplied by the scale, for `backward`. Call it inside `autograd.record` or after it."""
+        if not isinstance(losses, (list, tuple)) or not all(map(is_device_array, losses)):
+            raise TrainerError(f"LossScaler: got {short(losses)}; expected a list of MXNet arrays. Pass one loss per shard.")
         scale = self.begin()  # also of no losses, in a process without examples
         with autograd.record(train_mode=autograd.is_training()):
             return [loss * scale for loss in losses]

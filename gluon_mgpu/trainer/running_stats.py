@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from operator import attrgetter, is_not
 from typing import Dict, Iterable, List, Optional, Sequence, Set, Tuple
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import mxnet as mx
 import numpy as np
@@ -26,7 +26,8 @@ from .sums import Divisor, Sum
 
 _DATA = attrgetter("_data")
 
-_all: WeakSet[RunningStats] = WeakSet()  # of all trainers: each statistic belongs to the latest one that has it
+# Of all trainers, by id, in the order in which they were made: processes exchange their sums in it.
+_all: WeakValueDictionary[int, RunningStats] = WeakValueDictionary()  # each statistic belongs to the latest one that has it
 _num_passes = 0  # the same in all processes
 _stages_before: Dict[Context, Set[Context]] = {}  # by the device of a pipeline's recorded output: those of the stages before it
 
@@ -39,7 +40,7 @@ def note_examples(examples: Iterable[Tuple[Context, float]], params: Optional[Se
     global _num_passes
     _num_passes += 1
     counted = list(examples)
-    for one in list(_all):
+    for one in list(_all.values()):
         if one.has_some(params) if params is not None else not counted or one.is_reached:
             one.count(counted if params is not None else one.divided(counted))
 
@@ -187,15 +188,15 @@ class RunningStats:
         self._written: List[WrittenWith] = []  # one for each device
         self._follow()
         if gradients is not None:
-            for other in list(_all):
+            for other in list(_all.values()):
                 other._leave(self)
-            _all.add(self)
+            _all[id(self)] = self
 
     def add(self, params: Sequence[gluon.Parameter]) -> None:
         """Move these statistics too, of a network of which the trainer has only some parameters."""
         new = list(params)
         self._reached.update((id(param), param) for param in new)
-        for one in (self, *_all):
+        for one in (self, *_all.values()):
             if one.has_some(new) and one is not self and one not in self._others:
                 self._others.append(one)
             new = one._without(new)

@@ -105,7 +105,10 @@ def read_states(fname: str) -> TrainerState:
             if values["version"] == _VERSION:
                 return from_values(values, arrays)
         except Exception as error:  # damaged bytes may raise any exception
-            raise _damaged(fname, error) from error
+            raise StateError(
+                f"load_states: got {fname}, which is damaged or no file of Trainer.save_states ({reason_of(error)}); expected an "
+                "undamaged one. Save it again, or load the weights alone. Those of gluon.Trainer name no parameters."
+            ) from error
     found = f"{fname} of version {short(values['version'])}; expected version {_VERSION}"
     raise StateError(f"load_states: got {found}. Install a newer gluon_mgpu.")
 
@@ -145,7 +148,10 @@ def check_state(
     except StateError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise _damaged(source, error, operation) from error
+        raise StateError(
+            f"{operation}: got {source}, which is damaged ({type(error).__name__}: {reason_of(error)}); expected an undamaged "
+            "one. Use another file, or save it again."
+        ) from error
 
 
 def _check_same(fname: str, state: TrainerState, layout: Layout, operation: str) -> None:
@@ -164,13 +170,6 @@ def _check_same(fname: str, state: TrainerState, layout: Layout, operation: str)
             f"{operation}: got {fname} of another network: {'; '.join(differing[:3])}; expected the same parameters in the same "
             "order. Build the same network as when the file was saved."
         )
-
-
-def _damaged(source: Any, error: Exception, operation: str = "load_states") -> StateError:
-    return StateError(
-        f"{operation}: got {source}, which is damaged or of gluon.Trainer ({type(error).__name__}: {reason_of(error)}); expected "
-        "an undamaged one of this package. Use another one, save it again, or load the weights alone."
-    )
 
 
 def _form(state: Any, name: str, arrays: Dict[str, Array]) -> Any:

@@ -168,7 +168,7 @@ class VirtualShards:
 
     def restore(self, state: Dict[str, Any]) -> None:
         """Continue from the result of `state`; anything else raises an error, and changes nothing."""
-        for number in (state["batches"], state["base"] or 0):
+        for number in (state["batches"], 0 if state["base"] is None else state["base"]):
             whole_number("load_states", "a number of virtual shards", number, low=0, advice="Save it again.")
         self.base, self.batches = state["base"], state["batches"]
 

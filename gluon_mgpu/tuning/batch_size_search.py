@@ -304,8 +304,10 @@ def ask(workload: str, devices: str, batch_size: int = 0, *, limit_bytes: int = 
         return answer
     if answer["no_memory"]:
         raise NoMemoryError(answer["error"], answer["peak_bytes"])
-    message = f"find_batch_size: got {answer['error']} from {question}; expected a step that trains. {_HINT}"
-    raise StepError(message) from RuntimeError(f"\n{answer['traceback']}")  # as it was in the other process
+    told = answer["error"].split(": ", 1)[-1]
+    if not told.startswith("find_batch_size: got "):  # that says what to do
+        told = f"find_batch_size: got {answer['error']} from {question}; expected a step that trains. {_HINT}"
+    raise StepError(told) from RuntimeError(f"\n{answer['traceback']}")  # as it was in the other process
 
 
 def _watch(pid: int, question: str, limit_bytes: int, timeout_s: float) -> int:

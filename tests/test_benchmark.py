@@ -1,6 +1,7 @@
 """The comparisons of scripts/benchmarks: processes, rounds, ratios, and contenders that fail. No test reads a clock."""
 
 import json
+import os
 import re
 import stat
 import sys
@@ -63,6 +64,8 @@ def test_a_comparison_from_the_command_to_its_files(fake, tmp_path):
     assert [row["contender"] for row in (ours, gluon)] == ["ours", "gluon"] and found["rounds"] == 2
     assert set(ours["rounds"][0]) == {"dispatch_s", "split_s", "forward_s", "backward_s", "update_s", "whole_s"}
     assert all(value > 0 for one in ours["rounds"] for value in one.values())
+    assert ours["versions"]["mxnet"] == "1.9.1" and ours["environment"]["OMP_NUM_THREADS"] == "1"
+    assert found["machine"]["cores"] == len(os.sched_getaffinity(0)) and found["command"][:2] == ["python", "scripts/benchmarks"]
     mine, theirs = ([one["whole_s"] for one in row["rounds"]] for row in (gluon, ours))
     assert gluon["medians"]["whole_s"] == pytest.approx({"median": np.median(mine), "min": min(mine), "max": max(mine)})
     assert gluon["ratios"]["whole_s"]["median"] == pytest.approx(np.median(np.divide(mine, theirs)))

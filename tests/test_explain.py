@@ -38,12 +38,9 @@ PRINTED = [  # messages as MXNet, CUDA, Python and others print them, each with 
     ("loss-not-finite", "gluon_mgpu.errors.NonFiniteLossError: fit: got a loss of nan at step 1 on cpu(0); expected finite"),
 ]
 
-FOREIGN = [
-    "",
-    "the process was killed by the wolf",
-    "Epoch 3: loss 0.3, accuracy 0.9",
-    "AssertionError: expected 3 invoices, got 2",
-]
+FOREIGN = ["", "KeyError", "KeyError: 'learning_rate'", "the process was killed by the wolf", "Epoch 3: loss 0.3, accuracy 0.9"]
+FOREIGN += ["AssertionError: expected 3 invoices, got 2", "ValueError: invalid literal for int() with base 10: '12a'"]
+FOREIGN += ["subprocess.CalledProcessError: Command 'make' returned non-zero exit status 2"]
 
 
 def anchors(path):

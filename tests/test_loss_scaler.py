@@ -1,9 +1,11 @@
 """LossScaler: which steps are left out, and how the scale goes up and down."""
 
+from dataclasses import replace
+
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
-from gluon_mgpu.errors import NonFiniteLossError, TrainerError
+from gluon_mgpu.errors import NonFiniteLossError, StateError, TrainerError
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import autograd
 
@@ -16,19 +18,11 @@ def array(values):
     return (mx.np.array if mx.util.is_np_array() else mx.nd.array)(values)
 
 
-TABLE = [  # gradient, what settle returns, the scale and the number of good steps after it
-    (1.0, 1024.0, 1024.0, 1),
-    (1.0, 1024.0, 1024.0, 2),
-    (1.0, 1024.0, 2048.0, 0),
-    (1.0, 2048.0, 2048.0, 1),
-    (INF, None, 1024.0, 0),
-    (NAN, None, 512.0, 0),
-    (-INF, None, 256.0, 0),
-    (INF, None, 128.0, 0),
-    (3e38, 128.0, 128.0, 1),
-    (0.0, 128.0, 128.0, 2),
-    (1.0, 128.0, 256.0, 0),
-]
+# gradient, what settle returns, the scale and the number of good steps after it
+TABLE = [(1.0, 1024.0, 1024.0, 1), (1.0, 1024.0, 1024.0, 2), (1.0, 1024.0, 2048.0, 0), (1.0, 2048.0, 2048.0, 1)]
+TABLE += [(INF, None, 1024.0, 0), (NAN, None, 512.0, 0), (-INF, None, 256.0, 0)]
+TABLE += [(1.0, 256.0, 256.0, 1), (1.0, 256.0, 256.0, 2), (INF, None, 128.0, 0)]
+TABLE += [(3e38, 128.0, 128.0, 1), (0.0, 128.0, 128.0, 2), (1.0, 128.0, 256.0, 0)]
 
 
 def test_scales_over_good_and_bad_steps(arrays):
@@ -89,7 +83,10 @@ def test_gradients_that_were_not_scaled_are_refused():
         scaler.check("Trainer.step")
 
 
-@pytest.mark.parametrize("state", [3, {"scale": 8.0}, {"scale": NAN, "num_good": 0}, {"scale": 8.0, "num_good": 1.5}])
+WRONG = [{"scale": scale, "num_good": num_good} for scale, num_good in ((0.0, 0), (NAN, 0), (8.0, 1.5))]
+
+
+@pytest.mark.parametrize("state", [None, {}, 3, {"scale": 8.0}, *WRONG])
 def test_a_wrong_state_is_refused(state):
     scaler = LossScaler(scale=4.0)
     with pytest.raises((TrainerError, TypeError, KeyError)):
@@ -101,6 +98,9 @@ def test_a_scale_is_restored_where_both_have_one(devices):
     trainers = [mgpu.Trainer(small_net(devices), "sgd") for _ in range(3)]
     trainers[0].loss_scaler, trainers[1].loss_scaler = LossScaler(8.0), LossScaler()
     states = [trainer.state() for trainer in trainers]
+    for wrong in ({"scale": -1.0, "num_good": 0}, {"scale": 8.0}, {"scale": 8.0, "num_good": -1}):
+        with pytest.raises(StateError):
+            trainers[0].check_state(replace(states[0], loss_scaler=wrong), "a file", "load_states")
     for trainer in trainers:
         trainer.restore(states[2])
     assert [trainers[i].loss_scaler.scale for i in range(2)] == [8.0, 65536.0]

@@ -120,8 +120,9 @@ def test_states_of_something_else_are_refused(tmp_path):
         (trainer, {"version": 3}, "of version 3; expected version 1"),
         (trainer, {"states": {**values["states"], "0": first[:1]}}, r"expected \(NDArray of shape \(4, 1, 3, 3\)"),
         (trainer, {"states": {**values["states"], "0": None}}, r"expected \(NDArray of shape \(4, 1, 3, 3\)"),
-        (trainer, {"states": {**values["states"], "99": first}}, "damaged"),
+        (trainer, {"states": {**values["states"], "99": first}}, "parameter 99"),
         (trainer, {"states": {**values["states"], "0": values["states"]["2"]}}, "got "),
+        (trainer, {"counts": {"0": 1}}, "a state or a count of"),
         (trainer, {"optimizer": {}}, "damaged"),
         (trainer, {"order": [0]}, "damaged"),
     ]

@@ -60,7 +60,7 @@ def predict_resnet18(
         for batch in predict_batches(net, loader, pairs=True, max_inflight=2):  # Ctrl-C waits for those
             scores.append(batch)
             show(f"{sum(map(len, scores))} of {len(images.test_images)} images")
-    odds = np.exp([row - row.max() for batch in scores for row in batch])
+    odds = np.exp(np.concatenate([batch - batch.max(axis=1, keepdims=True) for batch in scores]))
     odds /= odds.sum(axis=1, keepdims=True)
     found = odds.argmax(axis=1)
     with new_file(output) as new, open(new, "w", newline="", encoding="utf-8") as file:

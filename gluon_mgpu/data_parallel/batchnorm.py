@@ -282,8 +282,8 @@ def _check_convertible(block: gluon.Block) -> None:
     is_plain = isinstance(block, _BatchNorm) and not isinstance(block, SyncBatchNorm)
     if is_plain and (kind.hybrid_forward, kind.forward) != (_BatchNorm.hybrid_forward, _BatchNorm.forward):
         found, advice = f"{kind.__module__}.{kind.__name__}, which has its own forward computation", "Use nn.BatchNorm."
-    elif isinstance(block, gluon.SymbolBlock) and block._cached_graph[1].list_auxiliary_states():  # which other layers have not
-        found, advice = f"{block.name}, a SymbolBlock with BatchNorm in its graph", "Build it in Gluon, then load_parameters."
+    elif isinstance(block, gluon.SymbolBlock) and block._cached_graph[1].list_auxiliary_states():  # BatchNorm's, as a rule
+        found, advice = f"{block.name}, a SymbolBlock with statistics in its graph", "Build it in Gluon, then load_parameters."
     else:
         return
     raise TrainerError(f"convert_sync_batchnorm: got {found}; expected layers of nn.BatchNorm. {advice}")

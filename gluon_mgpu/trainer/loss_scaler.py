@@ -56,7 +56,8 @@ class LossScaler:
     """
 
     def __init__(self, scale: float = 2.0**16, *, every: int = 2000) -> None:
-        self.scale, self.num_good, self._every = scale, 0, every
+        self.scale = real_number("LossScaler", "scale", scale, low=_SMALLEST, high=_LARGEST, advice="65536 is usual.")
+        self.num_good, self._every = 0, whole_number("LossScaler", "every", every, advice="2000 steps are usual.")
         self._is_scaled = False  # whether the current gradients are of scaled losses
 
     def scale_losses(self, losses: Sequence[Array]) -> List[Array]:

@@ -20,7 +20,7 @@ from ..errors import StateError
 from ..nested import Array, is_device_array
 from ..runtime.new_files import new_file
 from .layout import Layout
-from .optimizer_config import Description, class_name
+from .optimizer_config import Description, class_name, is_known
 from .parameters import shape_fits
 from .update import State, states_on
 
@@ -135,6 +135,7 @@ def check_state(
                 f"with MXNet {mx.__version__}; expected the same class. Make the trainer with the optimizer of the file, or load "
                 "the network alone: load_checkpoint(folder, net)."
             )
+        _check_counts(state, layout, optimizer)
         states_on(layout, optimizer, state.states, str(source), shapes or {})
         if not is_whole(state.optimizer["values"].get("num_update", 0)):
             raise ValueError("num_update is not a whole number")
@@ -152,6 +153,16 @@ def check_state(
             f"{operation}: got {source}, which is damaged ({type(error).__name__}: {reason_of(error)}); expected an undamaged "
             "one. Use another file, or save it again."
         ) from error
+
+
+def _check_counts(state: TrainerState, layout: Layout, optimizer: opt.Optimizer) -> None:
+    """Raise `ValueError` unless states and counts belong to existing parameters, and to the same ones."""
+    strange = {*state.states, *state.counts}.difference(range(len(layout.params)))
+    if strange:
+        raise ValueError(f"a state or a count of parameter {short(min(strange))}, of {len(layout.params)}")
+    alone = {*state.states} ^ {*state.counts}
+    if state.counts and alone and is_known(optimizer):  # other classes may count differently
+        raise ValueError(f"a state or a count of {layout.names[min(alone)]}, and not both")
 
 
 def _check_same(fname: str, state: TrainerState, layout: Layout, operation: str) -> None:

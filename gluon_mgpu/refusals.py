@@ -42,7 +42,7 @@ REFUSALS: Tuple[Refusal, ...] = (
     Refusal("LocalSGD", "allreduce_grads()", "it does not sum gradients", "Call step(), or use a Trainer"),
     Refusal("Pipeline", "synchronised BatchNorm", "a stage sees one micro-batch at a time", _AVERAGED),
     Refusal("Pipeline", "compiled='on'", "a graph runs on one device", "Call net.hybridize(), which compiles each stage"),
-    Refusal("Pipeline", JOINING, "each device updates its own parameters", "Use sgd, adam or adamw"),
+    Refusal("Pipeline", JOINING, "each device updates its own parameters", "Use sgd or adam"),
     Refusal("Pipeline", "set_precision()", "its stages are graphs already", "Call set_precision() before split_stages()"),
     Refusal("Pipeline", "update_bn()", "it spans devices", "Leave update_bn() out"),
     Refusal("LearningRateFinder", "grad_req='add'", "its steps would be added to your sums", "Set grad_req='write' before"),

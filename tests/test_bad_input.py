@@ -90,7 +90,7 @@ WRONG = {
     "shards that the network does not take": lambda w: mgpu.data_parallel.forward_shards(w.net, [mx.nd.ones((2, 3))]),
     "losses that were not recorded": lambda w: mgpu.backward([mx.nd.ones((2,))]),
     "nested data without an end": lambda w: mgpu.data_parallel.split_data(endless(), 2),
-    "an option that adamw has not": lambda w: mgpu.Trainer(w.net, "adamw", {"bogus": 1}),
+    "an option that adam has not": lambda w: mgpu.Trainer(w.net, "adam", {"bogus": 1}),
     "a momentum that is a text": lambda w: mgpu.Trainer(w.net, "sgd", {"momentum": "0.9"}),
     "a decay that is no number": lambda w: mgpu.Trainer(w.net, "adam", {"wd": float("nan")}),
     "options beside an optimizer": lambda w: mgpu.Trainer(w.net, mx.optimizer.SGD(), {"momentum": 0.9}),

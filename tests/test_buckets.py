@@ -25,7 +25,6 @@ FLAT = {
     "plain sgd": ("sgd", {"learning_rate": 0.05}),
     "nag": ("nag", {"learning_rate": 0.05, "momentum": 0.9}),
     "adam": ("adam", {"learning_rate": 0.01, "wd": 1e-3}),
-    "adamw": ("adamw", {"learning_rate": 0.01}),
     "rmsprop": ("rmsprop", {"learning_rate": 0.01}),
     "centered": ("rmsprop", {"learning_rate": 0.01, "centered": True}),
     "lamb": ("lamb", {"learning_rate": 0.01}),

@@ -569,7 +569,7 @@ class Mean(gluon.loss.L2Loss):
         return output.mean()
 
 
-def test_a_batch_without_labels_is_named():
+def test_a_batch_without_labels_and_a_frozen_network_are_named():
     """The executor ended in a KeyError of the label's name."""
     net = nn.HybridSequential()
     net.add(nn.Dense(2, in_units=1))
@@ -579,6 +579,9 @@ def test_a_batch_without_labels_is_named():
     step(X, np.zeros(2, "float32"))
     with pytest.raises(StepError, match="compile_step: got .* for shard 0"):
         step(X, None)
+    net.collect_params().setattr("grad_req", "null")
+    with pytest.raises(TrainerError, match="all of its parameters are frozen"):
+        step(X, np.zeros(2, "float32"))
 
 
 def test_networks_of_one_trainer_may_leave_their_shapes_to_their_first_batches():

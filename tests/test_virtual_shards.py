@@ -21,7 +21,7 @@ LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 OPTIMIZERS = {
     "sgd": ("sgd", {"learning_rate": 0.05, "momentum": 0.9}),
     "adam": ("adam", {"learning_rate": 0.01}),
-    "adamw": ("adamw", {"learning_rate": 0.01, "wd": 0.01}),
+    "rmsprop": ("rmsprop", {"learning_rate": 0.01, "wd": 0.01}),
 }
 
 
@@ -190,14 +190,12 @@ class StopAt(mgpu.Callback):
 
 
 def run_fit(folder, num_devices, *, stop=None, resume=None, network="cnn", shards=8, **options):
-    net, trainer, shape = make(network, num_devices, "adam", None, clip_norm=1.0)
+    net, trainer, shape = make(network, num_devices, "adam", shards, clip_norm=1.0)
     rng = np.random.RandomState(0)
     X, y = rng.randn(70, *shape).astype("float32"), rng.randint(0, 5, 70).astype("float32")
     callbacks = [mgpu.Checkpoint(folder, every=2, keep=3), *([StopAt(stop)] if stop else [])]
     loaders = [ArrayLoader(X, y, 16, shuffle=True, seed=1), ArrayLoader(X[:40], y[:40], 16)]
-    history = mgpu.fit(
-        net, LOSS, trainer, *loaders, epochs=2, callbacks=callbacks, virtual_shards=shards, resume=resume, **options
-    )
+    history = mgpu.fit(net, LOSS, trainer, *loaders, epochs=2, callbacks=callbacks, resume=resume, **options)
     timeless = [
         {name: value for name, value in row.items() if "second" not in name and "_per_s" not in name} for row in history.rows
     ]

@@ -153,6 +153,8 @@ class CompiledPasses(Passes):
     def _bind(self, Xs: Sequence[Any], ys: Sequence[Any]) -> List[Executor]:
         """Return an executor for each shard."""
         shards = [(self._graph(X, y), inputs_of(self._net, X, y)) for X, y in zip(Xs, ys)]
+        if shards and self._trains and all(param.grad_req == "null" for param in self._params.values()):
+            raise NotCompilableError("all of its parameters are frozen")
         contexts = [inputs[0].context for _, inputs in shards]
         if len(set(contexts)) < len(contexts):
             raise NotCompilableError(f"several shards are on one device: {contexts}")

@@ -53,7 +53,6 @@ def fit(
     compiled: str = "auto",
     trace: Union[None, str, Path, Trace] = None,
     resume: Union[None, str, Path] = None,
-    virtual_shards: Optional[int] = None,
     max_steps: Optional[int] = None,
     limit_batches: Optional[int] = None,
     limit_eval_batches: Optional[int] = None,
@@ -101,9 +100,6 @@ def fit(
         the run starts from the beginning. A folder is that of a checkpoint, or of a run. A resumed run uses this trainer's
         options and schedule, which continues at the updates so far. A learning rate that was set while the stopped run trained
         stays.
-    virtual_shards : int, optional
-        Cut every batch into so many parts, so that weights, states and history have the same bits on any number of devices and
-        processes that divides it; see `Trainer`.
     max_steps : int, optional
         End the run after so many batches, counted from its beginning, and evaluate once more. A run that is resumed after
         that begins with the next epoch.
@@ -151,8 +147,6 @@ def fit(
         callbacks.append(trace if isinstance(trace, Trace) else Trace(trace))
     if bn == "sync" and compiled == "on":
         raise refusal("fit", "compiled='on'", "synchronised BatchNorm")
-    if virtual_shards is not None:
-        trainer.use_virtual_shards(virtual_shards)
     test_loss = getattr(loss, "evaluation", loss)
     passes = make_passes("fit", net, test_loss, compiled, kept=trainer.kept)
     checkpoint = None if resume is None else _read_checkpoint(resume, callbacks, net, trainer, train_iter)

@@ -55,7 +55,6 @@ def adapt(mxnet: Any) -> None:
     Parameter._ctx_list = property(lambda param: param._device_list)
     gluon.Trainer._contexts = property(lambda trainer: trainer._devices)
     opt.LBSGD = type("LBSGD", (opt.Optimizer,), {})  # no optimizer is one
-    opt.Optimizer.opt_registry.pop("adamw", None)  # this package registers its own, with the same defaults on both
     _LIB.MXImperativeInvokeEx = _LIB.MXImperativeInvoke
     for name in ("MXExecutorForward", "MXExecutorBackwardEx"):
         setattr(_LIB, name, None)  # compiled passes raise before they call them

@@ -74,7 +74,7 @@ class LocalSGD(Trainer):
     def __init__(
         self, params: Params, optimizer: Any, optimizer_params: Optional[Dict[str, Any]] = None, *, every: int, **options: Any
     ) -> None:
-        self.every = every
+        self.every = whole_number("LocalSGD", "every", every, advice="16 is usual.")
         if group() is not None:
             raise refusal("LocalSGD", "LocalSGD", "several processes")
         if spans_devices(params):
@@ -84,15 +84,6 @@ class LocalSGD(Trainer):
         self._scale *= len(self.contexts)  # divides by the mean shard size instead of the batch size
         self._num_local_steps = 0  # since the last average
         self._trained: Set[int] = set()  # the parameters that have changed since then
-
-    @property
-    def every(self) -> int:
-        """The number of steps between two averages."""
-        return self._every
-
-    @every.setter
-    def every(self, steps: int) -> None:
-        self._every = whole_number("LocalSGD", "every", steps, advice="16 is usual.")
 
     def average_replicas(self) -> None:
         """Set weights and states to their mean over the devices after local steps. It does not wait."""
@@ -148,5 +139,5 @@ class LocalSGD(Trainer):
         super()._apply(slabs, batch_size)
         self._num_local_steps += 1
         self._trained.update(*(slab.indices for slab in slabs))
-        if self._num_local_steps >= self._every:
+        if self._num_local_steps >= self.every:
             self.average_replicas()

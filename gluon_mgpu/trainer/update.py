@@ -18,12 +18,11 @@ from ..nested import Array, is_device_array, leaves, map_leaves
 from ..runtime.c_api import Operator, converted
 from ..runtime.environment import logger
 from ..runtime.mxnet2 import is_mxnet2
-from .adamw import AdamW
 from .layout import Layout
 from .slab import Slab, place_of
 
-# They work element by element, so many parameters are updated as one. Adam and AdamW also depend on the number of updates.
-_ELEMENTWISE = (opt.SGD, opt.NAG, opt.Adam, AdamW, opt.RMSProp)
+# They work element by element, so many parameters are updated as one. Adam also depends on the number of updates.
+_ELEMENTWISE = (opt.SGD, opt.NAG, opt.Adam, opt.RMSProp)
 # Their update depends only on weight, gradient, state, count and rate, so every replica computes its own. Others (nadam has a
 # shared schedule, sgld draws noise, a user's class may do anything) update one replica, exactly as gluon.Trainer does on one
 # device, and the result is copied.
@@ -100,12 +99,8 @@ class Update:
 
     def arrays(self) -> List[List[Array]]:
         """Return the arrays of the optimizer's states, one list per state with one array per replica."""
-        held: List[List[Array]] = []
-        together = {index for slab, _ in self._joint for index in slab.indices}
-        for replica, updater in enumerate(self.updaters.values()):
-            alone = [state for index, state in sorted(updater.states.items()) if index not in together]
-            joint = [state for (_, where), state in self._joint.items() if where == replica]
-            held.append([array for _, array in leaves([alone, joint]) if is_device_array(array)])
+        states = [leaves(sorted(updater.states.items())) for updater in self.updaters.values()]
+        held = [[array for _, array in own if is_device_array(array)] for own in states]
         return [list(arrays) for arrays in zip(*held)]
 
     def states(self) -> Dict[int, State]:
@@ -190,7 +185,7 @@ class Update:
         if slab.bucket is None or not self.is_local or type(self._optimizer) not in _ELEMENTWISE:
             return False
         has_one_count = len({self._counts[index] for index in slab.indices}) == 1
-        return has_one_count or type(self._optimizer) not in (opt.Adam, AdamW)
+        return has_one_count or type(self._optimizer) is not opt.Adam
 
     def _add_joint(self, slab: Slab, replica: int) -> None:
         first, weight, gradient = slab.indices[0], slab.weights[replica], slab.gradients[replica]

@@ -339,7 +339,7 @@ def test_what_is_out_of_order_is_told(tmp_path):
         pass_back(net, trainer, X, y)
         refused(lambda: trainer.step(0), TrainerError, "batch_size")
         refused(trainer.allreduce_grads, TrainerError, "accumulate.. and allreduce_grads")
-        refused(lambda: trainer.update(6), TrainerError, "not summed")
+        refused(lambda: trainer.update(6), TrainerError, "accumulate.. and update")
         trainer.step(6)
         refused(lambda: trainer.save_states(str(tmp_path / "states")), TrainerError, "got gradients of 6 examples")
         pass_back(net, trainer, X, y)

@@ -108,14 +108,6 @@ class LocalSGD(Trainer):
         if not self._num_open:
             self.average_replicas()
 
-    def allreduce_grads(self) -> None:
-        """Raise: LocalSGD does not sum gradients."""
-        raise refusal("LocalSGD.allreduce_grads", "LocalSGD", "allreduce_grads()")
-
-    def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
-        """Raise: see `allreduce_grads`."""
-        raise refusal("LocalSGD.update", "LocalSGD", "allreduce_grads()", "update()")
-
     def state(self) -> TrainerState:
         """Average the devices, and return the state."""
         self.average_replicas()

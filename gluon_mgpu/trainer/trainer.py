@@ -424,7 +424,7 @@ class Trainer(gluon.Trainer):
             `accumulate`.
         """
         self._process_sync.check_begun("Trainer.allreduce_grads")
-        self._complete("Trainer.allreduce_grads")
+        self._check_sums("Trainer.allreduce_grads")
         slabs = self.gradients.collect(ignore_stale_grad=True)
         if self._summed and not slabs:
             raise TrainerError(
@@ -446,6 +446,7 @@ class Trainer(gluon.Trainer):
         TrainerError
             The gradients of several devices were not summed: their weights would diverge.
         """
+        self._check_sums("Trainer.update")
         number = as_number(batch_size)
         if number is not batch_size and is_number(number) and not math.isfinite(number):  # it was an array
             self.discard()
@@ -463,7 +464,6 @@ class Trainer(gluon.Trainer):
                 f"Trainer.update: got gradients that were not summed over {where}; expected allreduce_grads() before. Call "
                 "step(), which does both."
             )
-        self._complete("Trainer.update")
         self._step(batch_size, ignore_stale_grad)
 
     def bytes_per_device(self) -> Dict[str, Dict[str, int]]:
@@ -579,10 +579,11 @@ class Trainer(gluon.Trainer):
         pairs = (self.loss_scaler, state.loss_scaler), (self.tree and self.tree.virtual, state.virtual_shards)
         return [pair for pair in pairs if None not in pair]
 
-    def _complete(self, operation: str) -> None:
-        """Raise inside `accumulate`, where more passes follow."""
-        if self._num_open:
-            raise refusal(operation, "accumulate()", "allreduce_grads()", f"{operation.split('.')[1]}()")
+    def _check_sums(self, operation: str) -> None:
+        """Raise where devices train apart, and inside `accumulate`, where more passes follow."""
+        other = "LocalSGD" if self.trains_apart else "accumulate()" if self._num_open else ""
+        if other:
+            raise refusal(operation, other, "allreduce_grads()", f"{operation.split('.')[1]}()")
 
     def check_applied(self, operation: str) -> None:
         """Raise `TrainerError` if gradients were accumulated and not applied."""

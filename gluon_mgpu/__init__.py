@@ -9,7 +9,7 @@ train by hand      split_batch, split_and_load, gather, prefetch, copyto, backwa
                    LocalSGD; as in GluonCV: DataParallelModel, DataParallelCriterion
 evaluate, predict  evaluate, evaluate_accuracy_gpus, accuracy, top_k_accuracy, predict
 save and resume    save_checkpoint, load_checkpoint, Checkpoint; export
-divide a network   Pipeline, split_stages, recompute
+divide a network   Pipeline, split_stages
 BatchNorm, 16 bits set_batch_norm, update_bn, set_precision
 rooms              data            data sets, loaders, sentence pairs
                    data_parallel   parts of a step: weighted shards, BatchNorm over devices, replicas

@@ -43,7 +43,6 @@ from .loop.tensorboard import TensorBoard as TensorBoard
 from .loop.update_bn import update_bn as update_bn
 from .loop.weight_average import WeightAverage as WeightAverage
 from .pipeline.pipeline import Pipeline as Pipeline
-from .pipeline.recompute import recompute as recompute
 from .pipeline.split import split_stages as split_stages
 from .runtime.determinism import seed_everything as seed_everything
 from .trainer.local_sgd import LocalSGD as LocalSGD

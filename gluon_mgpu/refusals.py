@@ -46,7 +46,6 @@ REFUSALS: Tuple[Refusal, ...] = (
     Refusal("Pipeline", "set_precision()", "its stages are graphs already", "Call set_precision() before split_stages()"),
     Refusal("Pipeline", "update_bn()", "it spans devices", "Leave update_bn() out"),
     Refusal("LearningRateFinder", "grad_req='add'", "its steps would be added to your sums", "Set grad_req='write' before"),
-    Refusal("recompute()", "sparse gradients", "its operator has dense gradients", "Leave sparse_grad out of Embedding"),
     Refusal(
         "several processes",
         "layers that the first batch does not reach",
@@ -87,8 +86,6 @@ REFUSALS: Tuple[Refusal, ...] = (
         "Call mgpu.backward([...]), or discard() after the last compiled step",
     ),
     Refusal("compiled='on'", "synchronised BatchNorm", "the shards wait for each other", "Pass compiled='auto'"),
-    Refusal("recompute()", "loss.backward()", "an update must wait for the second forward pass", "Call mgpu.backward([loss])"),
-    Refusal("recompute()", "Pipeline", "its tasks do not wait for each other", "Pass recompute=True to Pipeline"),
     Refusal("accumulate()", "allreduce_grads()", "more gradients follow inside of it", "Call it after accumulate()"),
 )
 _BY_MODES = {(refusal.first, refusal.second): refusal for refusal in REFUSALS}

@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import operator
 import os
+import re
 import threading
 import weakref
 from contextlib import nullcontext
@@ -100,6 +101,26 @@ def test_a_late_error_of_the_data_is_no_reason_not_to_compile(compiled):
 def test_the_bits_are_those_of_recorded_passes(num_devices, options, arrays):
     """Also Dropout's masks, running statistics, shards of any sizes, and shapes that the first batch decides."""
     assert_same_bits(trained("on", num_devices, **options), trained("off", num_devices, **options))
+
+
+def test_mxnet_may_compute_activations_again(monkeypatch):
+    """Then the bits stay, and a graph takes less memory."""
+    found = []
+    for way in ("0", "1"):
+        monkeypatch.setenv("MXNET_BACKWARD_DO_MIRROR", way)
+        mx.random.seed(1)
+        net = nn.HybridSequential()
+        for _ in range(6):
+            net.add(nn.Dense(64, in_units=64), nn.Activation("tanh"), nn.Activation("sigmoid"))
+        net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+        step = mgpu.compile_step(net, gluon.loss.L2Loss(), mgpu.Trainer(net, "sgd", {"learning_rate": 1.0}))
+        step(np.ones((8192, 64), "float32"), np.ones((8192, 64), "float32"))
+        ((executor, _),) = step.passes._bound.values()
+        taken = re.search(r"Total (\d+) MB allocated", executor._bound.debug_str())
+        found.append(([param.data(mx.cpu(1)).asnumpy() for param in net.collect_params().values()], int(taken[1])))
+    (plain, most), (again, less) = found
+    assert_same_bits(plain, again)
+    assert less < most
 
 
 def set_weights(i, net, trainer):

@@ -3,7 +3,6 @@
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
-from gluon_mgpu.data_parallel.passes import WaitingPass
 from gluon_mgpu.loop.batch_loop import BatchLoop, EpochOptions
 from gluon_mgpu.loop.metric_sums import DeviceSums
 from mxnet import gluon
@@ -18,7 +17,6 @@ WAITING = ("MXNDArraySyncCopyToCPU", "MXNDArrayWaitToRead", "MXNDArrayWaitToWrit
 def waits(monkeypatch):
     """The names of the waiting functions that were called since."""
     called = []
-    monkeypatch.setattr(WaitingPass, "calls", {})  # those of other tests may still live
     for name in WAITING:
         function = getattr(_LIB, name)
 

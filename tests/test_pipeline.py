@@ -125,6 +125,15 @@ def test_skip_connections_and_tied_weights(arrays, num_stages, micro_batches, nu
     assert all((copy == copies[0]).all() for copy in copies)
 
 
+def test_replicas_of_several_stages_on_one_device_save_activations():
+    """What `recompute` is for where a network fits on one device: it trains like any data-parallel network."""
+    alone, _ = trained(seeded(Crossing()))
+    stages = mgpu.split_stages(seeded(Crossing()), 3, batches()[0][0], balance="bytes")
+    model = mgpu.Pipeline(stages, [[mx.cpu(0)] * 3, [mx.cpu(1)] * 3], recompute=True)
+    found, trainer = trained(model)
+    assert largest_difference(found, alone) < 1e-6 and trainer.contexts == [mx.cpu(0), mx.cpu(1)]
+
+
 class Tokens(nn.HybridBlock):
     """A Dense layer, and an Embedding of numbers that are made of the same input: MXNet refuses gradients of them."""
 

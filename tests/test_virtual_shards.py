@@ -161,7 +161,7 @@ def test_the_tree_is_the_same_for_every_division(num_shards, data):
     num_leaves = data.draw(st.integers(1, num_shards))
     num_devices = data.draw(st.sampled_from([k for k in (1, 2, 3, 4) if num_shards % k == 0]))
     leaves = np.random.RandomState(num_shards).randn(num_leaves, 5).astype("float32")
-    tree = TreeSum(VirtualShards(num_shards, cpus(num_devices)))
+    tree = TreeSum(VirtualShards(num_shards, cpus(num_devices)), cpus(num_devices))
     each = num_shards // num_devices
     gradients = [[mx.nd.zeros(5, ctx=context)] for context in cpus(num_devices)]
     for number, leaf in enumerate(leaves):

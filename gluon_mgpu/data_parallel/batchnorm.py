@@ -51,7 +51,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(x, *args)
         if not is_in_lockstep() and len(self.running_mean.list_ctx()) > 1:
             raise TrainerError(
-                f"SyncBatchNorm: got a shard on {x.context} alone; expected all shards of a batch together, and no recompute(). "
+                f"SyncBatchNorm: got a shard on {x.context} alone; expected all shards of a batch together. "
                 "Use train_batch, or forward_shards(net, Xs) for net(x) of each."
             )
         y = self._normalise(x.as_nd_ndarray(), *(param.as_nd_ndarray() for param in self._params_on(x)))

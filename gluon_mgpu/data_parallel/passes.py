@@ -5,9 +5,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import count
 from typing import Any, List, NoReturn, Optional, Sequence, Tuple
-from weakref import WeakValueDictionary
 
-import mxnet as mx
 from mxnet import MXNetError, autograd, gluon
 
 from ..checks import OF_WRONG_DATA, explaining, is_of_mxnet, reason_of, short
@@ -120,31 +118,7 @@ def run_backward(losses: Sequence[Array], own: Optional[Gradients] = None) -> No
     expected = "losses that were recorded, each once"
     advice = "Compute them inside autograd.record(), call backward() once, and do not freeze all parameters."
     with explaining("backward", "an error", expected, advice=advice), one_pass(own):
-        if WaitingPass.calls:
-            WaitingPass.run(losses)
-        else:
-            autograd.backward(list(losses))
-
-
-class WaitingPass:
-    """Backward passes that wait for the devices, as blocks of `recompute` must have read their weights before an update."""
-
-    calls: WeakValueDictionary[str, Any] = WeakValueDictionary()  # those of such blocks, while a graph holds them
-    is_running = False
-    error: Optional[Exception] = None  # of a block, in a thread of MXNet
-
-    @classmethod
-    def run(cls, losses: Sequence[Array]) -> None:
-        """Compute the gradients, and wait for them."""
-        mx.nd.waitall()  # another pass may not have ended
-        cls.is_running, cls.error = True, None
-        try:
-            autograd.backward(list(losses))
-            mx.nd.waitall()
-        except MXNetError as error:
-            raise cls.error or error from error
-        finally:
-            cls.is_running = False
+        autograd.backward(list(losses))
 
 
 def call(operation: str, what: str, shard: int, X: Any, y: Any, function: Any, *args: Any, **named: Any) -> Any:

@@ -284,10 +284,7 @@ class TrainStep:
             self._begin(X, y, Xs, ys)
         trainer.gradients.begin_batch()
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
-        if passes.is_compiled:  # nothing has run that could have changed parameters
-            trainer.gradients.is_settled = True
-        else:
-            trainer.gradients.settle()
+        trainer.gradients.settle(looks=not passes.is_compiled)  # a graph runs nothing that could change parameters
         if plan.is_new and self._check is not None:
             self._check(outputs, ys)
         divisor, own_units = planner.count(plan, losses, y, ys, is_compiled=passes.is_compiled)

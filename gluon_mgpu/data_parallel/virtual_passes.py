@@ -66,7 +66,7 @@ class VirtualPasses(Passes):
         tree, contexts = trainer.tree, trainer.contexts
         assert tree is not None, "the trainer has virtual shards"
         virtual = tree.virtual
-        buffers = trainer.current_slabs()
+        buffers = trainer.gradients.current_slabs()
         gradients = tree.begin(buffers)
         stats = self._stats_of(contexts, buffers)
         if not Xs:

@@ -12,15 +12,13 @@ from ..data_parallel.passes import Passes
 from ..devices.select import check_contexts
 from ..errors import TrainerError
 from ..nested import Array
-from ..refusals import refusal
 from ..runtime.mxnet2 import require_mxnet1
 from ..trainer.parameters import blocks_of
 from ..trainer.running_stats import is_running_stat, note_stages
 from ..trainer.trainer import Trainer
 from .dispatch import PipelinePasses
-from .recompute import Recomputed
 from .schedule import SCHEDULES
-from .stage import NETWORK, Stage, Stages, use_dynamic_memory
+from .stage import NETWORK, Stage, Stages
 
 
 class Pipeline(gluon.Block):  # type: ignore[misc]
@@ -251,11 +249,12 @@ def _use_dynamic_memory(net: gluon.Block, stages: Stages) -> None:
     """Check the layers, and let hybridized ones allocate memory for each micro-batch."""
     blocks = {id(block): block for one in (net, *(stage.block for stage in stages)) for block in blocks_of(one)}
     for block in blocks.values():
-        if isinstance(block, Recomputed):
-            raise refusal("Pipeline", "recompute()", "Pipeline")
         if isinstance(block, (SyncBatchNorm, gluon.contrib.nn.SyncBatchNorm)):
             raise TrainerError(
                 f"Pipeline: got {block.name}, a {type(block).__name__}; expected nn.BatchNorm, as a stage sees one micro-batch "
                 "at a time. Use nn.BatchNorm, or call revert_sync_batchnorm(net) first."
             )
-    use_dynamic_memory(blocks.values())
+    for block in blocks.values():
+        if getattr(block, "_active", False) and any(value for name, value in block._flags if name.startswith("static_")):
+            block._flags = [(name, False if name.startswith("static_") else value) for name, value in block._flags]
+            block._clear_cached_op()

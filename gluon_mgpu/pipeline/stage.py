@@ -112,14 +112,6 @@ class Stages(List[Stage]):
         return arrays[0] if len(arrays) == 1 else tuple(arrays)
 
 
-def use_dynamic_memory(blocks: Iterable[gluon.Block]) -> None:
-    """Let hybridized blocks allocate memory for each call: several are on their way, or run in threads of the engine."""
-    for block in blocks:
-        if getattr(block, "_active", False) and any(value for name, value in block._flags if name.startswith("static_")):
-            block._flags = [(name, False if name.startswith("static_") else value) for name, value in block._flags]
-            block._clear_cached_op()
-
-
 def check_outputs(operation: str, block: gluon.Block, inputs: Sequence[Any]) -> None:
     """Raise `TrainerError` if a hybridized block returns an input itself: MXNet loses its gradient."""
     graph = symbols_of(block, inputs) if isinstance(block, gluon.HybridBlock) and block._active else None

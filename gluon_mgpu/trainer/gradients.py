@@ -168,7 +168,7 @@ class Gradients:
         self._check_unused(summed, ignore_stale_grad)
 
     def mark_used(self) -> None:
-        """Note that the gradients which `collect` has found were applied: they are stale until the next backward pass."""
+        """Note that all gradients were applied or dropped: they are stale until the next backward pass."""
         self._clear()
         self.has_counted, self._sums, self._reached = False, {}, set()
         _now.end_step()
@@ -211,14 +211,12 @@ class Gradients:
 
     def drop(self) -> None:
         """Drop all gradients that no step has used, also running sums."""
-        self._is_behind = False
-        self._clear()
-        self.has_counted, self._sums, self._reached, self._own = False, {}, set(), []
+        self._is_behind, self._own = False, []
+        self.mark_used()
         with autograd.pause():
             for index in self._running_indices:  # which may have no place in a slab yet
                 for gradient in self._layout.params[index].list_grad():
                     zero(gradient)
-        _now.end_step()
 
     def drop_unused(self) -> None:
         """Drop gradients that no step has used or counted, except for running sums."""
@@ -227,9 +225,17 @@ class Gradients:
         self._clear()
         self._flags.put(kept, True)
 
-    def has_running(self) -> bool:
-        """Return whether the user lets gradients add up from step to step."""
-        return bool(self._running_indices)
+    def current_slabs(self) -> List[Slab]:
+        """Return the slabs of all trained parameters, for virtual shards. `begin_batch` has put them into their places before.
+
+        Raises
+        ------
+        ModesError
+            Backward passes add to gradients instead of replacing them.
+        """
+        if self._running_indices:
+            raise refusal("Trainer", "virtual_shards", "grad_req='add'")
+        return self._layout.slabs
 
     def has_new(self) -> bool:
         """Return whether there is a gradient that was not used or counted."""
@@ -241,9 +247,10 @@ class Gradients:
         self._layout.follow()
         self._follow(looks=False)
 
-    def settle(self) -> None:
-        """Look at the parameters after a forward pass that runs Python, and then no more for this batch."""
-        self._layout.look()
+    def settle(self, *, looks: bool) -> None:
+        """Look at the parameters no more for this batch; now once more, after a forward pass that runs Python."""
+        if looks:
+            self._layout.look()
         self.is_settled = True
 
     @contextmanager

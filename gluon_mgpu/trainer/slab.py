@@ -159,8 +159,7 @@ def _may_have_trained(param: gluon.Parameter) -> bool:
 def _fits(param: gluon.Parameter) -> bool:
     dense = param._stype == "default" and param._grad_stype == "default"
     known = _arrays_of(param) and param.shape and np.prod(param.shape) > 0  # no shape in a SymbolBlock that was loaded
-    is_free = not getattr(param, "keeps_arrays", False) and np.dtype(param.dtype).name in _DTYPES
-    return bool(dense and known and is_free and not _is_laid_out(param))
+    return bool(dense and known and np.dtype(param.dtype).name in _DTYPES and not _is_laid_out(param))
 
 
 def _is_laid_out(param: gluon.Parameter) -> bool:

@@ -31,11 +31,7 @@ class Sum:
         raise NotImplementedError
 
     def share(self, slabs: List[Slab]) -> None:
-        """Copy the weights of these slabs from their owners, if they have some, to the other devices."""
-        for slab in slabs:
-            for replica, weight in enumerate(slab.weights):
-                if slab.owner not in (None, replica):
-                    slab.weights[slab.owner].copyto(weight)
+        """Copy the weights of these slabs from their owners to the other devices. In a job, no slab has an owner."""
 
     def hold(self) -> bool:
         """Keep the sum of the latest pass for an update of several; return whether it did, or each device adds up its own."""

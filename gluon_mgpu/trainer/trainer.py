@@ -220,7 +220,7 @@ class Trainer(gluon.Trainer):
         virtual = VirtualShards(number, self.contexts)
         check_virtual(self)
         if self.virtual_shards != number:
-            self._sum = self.tree = TreeSum(virtual)
+            self._sum = self.tree = TreeSum(virtual, self.contexts)
 
     @property
     def contexts(self) -> List[Context]:
@@ -250,18 +250,6 @@ class Trainer(gluon.Trainer):
     def params(self) -> List[gluon.Parameter]:
         """The parameters, in structural order."""
         return list(self._layout.params)
-
-    def current_slabs(self) -> List[Slab]:
-        """Return the slabs of all trained parameters, for virtual shards. `train_batch` has put them into their places before.
-
-        Raises
-        ------
-        ModesError
-            Backward passes add to gradients instead of replacing them.
-        """
-        if self.gradients.has_running():
-            raise refusal("Trainer", "virtual_shards", "grad_req='add'")
-        return self._layout.slabs
 
     def scale(self, losses: Sequence[Array]) -> Sequence[Array]:
         """Return the losses for `backward`: multiplied by the loss scale with fp16, otherwise unchanged.
@@ -569,7 +557,6 @@ class Trainer(gluon.Trainer):
         for part, saved in self._parts(state):
             part.restore(saved)
         restore_optimizer(state.optimizer, self._optimizer, self._schedule_at_first, learning_rate=learning_rate)
-        self._optimizer.param_dict = dict(enumerate(self._params))
         self._drop()  # statistics may have been loaded, too
         self.running_stats.begin()
         self._update.restore(state.states, state.counts, state.order)

@@ -27,7 +27,7 @@ from ..refusals import refusal
 from ..runtime.device_threads import in_own_thread
 from ..runtime.openmp_threads import ask_threads
 from .slab import Slab
-from .sums import Sum
+from .sums import DeviceSum
 
 
 @dataclass
@@ -155,7 +155,6 @@ class VirtualShards:
                     "one: with several, operators round differently on another number of devices. Pass "
                     "use_devices(..., one_thread=True), or set OMP_NUM_THREADS=1 before the program starts."
                 )
-        self.contexts = list(contexts)
 
     def seed_of(self, shard: int) -> int:
         """Return the seed of a virtual shard of the current batch; `number` stands for what comes after the batch."""
@@ -173,8 +172,8 @@ class VirtualShards:
         self.base, self.batches = state["base"], state["batches"]
 
 
-class TreeSum(Sum):
-    """A `Sum` over virtual shards in the order of one tree.
+class TreeSum(DeviceSum):
+    """A `Sum` over virtual shards in the order of one tree; the devices share weights as without.
 
     Over processes, each complete subtree is sent to all, and all add them up in the same order: with n processes, n times the
     gradients are sent, where an ordinary sum sends them twice.
@@ -182,17 +181,18 @@ class TreeSum(Sum):
     Parameters
     ----------
     virtual : VirtualShards
+    contexts : sequence of mxnet.Context
     """
 
-    def __init__(self, virtual: VirtualShards) -> None:
-        self.virtual, self._contexts = virtual, virtual.contexts
+    def __init__(self, virtual: VirtualShards, contexts: Sequence[Context]) -> None:
+        super().__init__("device")
+        self.virtual, self._contexts = virtual, list(contexts)
         self._group: Optional[Group] = group()
         self._nodes: List[List[Node]] = [[] for _ in self._contexts]
         # arrays that are sent to all processes, and what sends them; by the place of the part, and their shapes
         self._slots: Dict[Tuple[object, ...], Tuple[List[Array], List[QueuedSum]]] = {}
         self._root: Optional[List[Array]] = None  # of the latest batch, on the first device
         self._total: Optional[List[Array]] = None  # of earlier batches of the same update
-        self._latest: Optional[List[Slab]] = None
         self._targets: List[List[Array]] = []  # the gradients of each device
 
     def begin(self, slabs: List[Slab]) -> List[List[Array]]:

@@ -87,6 +87,12 @@ REFUSALS: Tuple[Refusal, ...] = (
     ),
     Refusal("compiled='on'", "synchronised BatchNorm", "the shards wait for each other", "Pass compiled='auto'"),
     Refusal("accumulate()", "allreduce_grads()", "more gradients follow inside of it", "Call it after accumulate()"),
+    Refusal(
+        "allreduce_grads()",
+        "another pass with grad_req='add'",
+        "gradients hold the sum over all devices until an update",
+        "Call update() after it, or discard() where there is no update",
+    ),
 )
 _BY_MODES = {(refusal.first, refusal.second): refusal for refusal in REFUSALS}
 

@@ -23,7 +23,7 @@ from gluon_mgpu.models.seq2seq.network import Seq2Seq
 from gluon_mgpu.models.seq2seq.sequence_loss import SequenceLoss
 from gluon_mgpu.runtime.device_threads import environment_with, in_own_thread
 from gluon_mgpu.trainer.loss_scaler import LossScaler
-from mxnet import gluon
+from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -263,6 +263,40 @@ class Deciding(Counting):
         return self.dense(x) if x.sum().asscalar() > 0 else -self.dense(x)
 
 
+class Scaling(nn.HybridSequential):
+    """Prepares its input before the graph, as GluonNLP's networks do."""
+
+    def __call__(self, x):
+        return super().__call__(x / 2)
+
+
+class Dropped(gluon.Parameter):
+    """Like GluonNLP's weight drop: each call draws another mask."""
+
+    def data(self, ctx=None):
+        return mx.nd.Dropout(super().data(ctx), 0.5)
+
+
+class Growing(gluon.loss.L2Loss):
+    calls = 0
+
+    def forward(self, output, y):
+        self.calls += 1
+        return output.sum(axis=1) * self.calls
+
+
+def scaling():
+    net = Scaling()
+    net.add(nn.Dense(3, in_units=36))
+    return net
+
+
+def with_weight_drop():
+    net = nn.Dense(3, in_units=36)
+    net.weight.__class__ = Dropped
+    return net
+
+
 def with_hook(net):
     net[4].register_forward_hook(lambda *_: None)
     return net
@@ -289,6 +323,9 @@ CANNOT = [
     (lambda: mgpu.data_parallel.convert_sync_batchnorm(build(2)), LOSS, "synchronised"),
     (lambda: with_hook(build(2)), LOSS, "has hooks"),
     (lambda: sparse(), LOSS, "has sparse gradients"),
+    (scaling, LOSS, "a __call__() of its own"),
+    (with_weight_drop, LOSS, "a data() of its own"),
+    (dense, Growing(), "a forward() of its own"),
 ]
 
 
@@ -315,6 +352,64 @@ def test_what_cannot_be_compiled_is_recorded_or_refused(make, loss, reason, capl
     assert step.passes.reason
     lines = [record.getMessage() for record in caplog.records if "not compiled" in record.getMessage()]
     assert len(lines) == 1 and (reason in lines[0] or "not hybridized" in lines[0])
+
+
+class Asking(nn.HybridBlock):
+    """Has other outputs while training, as GluonCV's detectors have."""
+
+    def __init__(self, in_units):
+        super().__init__()
+        self.dense = nn.Dense(3, in_units=in_units)
+
+    def hybrid_forward(self, F, x):
+        output = self.dense(x)
+        return output if autograd.is_training() and autograd.is_recording() else F.softmax(10 * output)
+
+
+@pytest.mark.parametrize("in_units", [36, 0], ids=["known", "open"])
+def test_python_that_asks_for_training_is_traced_for_training(in_units):
+    """Gluon keeps the graph of the first call, which here was a prediction that decided shapes, or a trace without autograd."""
+
+    def train(way):
+        net, ctx = Asking(in_units), [mx.cpu(0), mx.cpu(1)]
+        net.initialize(mx.init.One(), ctx=ctx)
+        net.hybridize()
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+        step = mgpu.compile_step(net, LOSS, trainer, compiled=way) if way in ("on", "off") else None
+        if way == "fit":
+            mgpu.fit(net, LOSS, trainer, batches(), epochs=1, callbacks=[], metrics=())
+        for X, y in batches() if way != "fit" else ():
+            if step is not None:
+                step(X, y)
+                continue
+            with autograd.record():
+                losses = [LOSS(net(x), label) for x, label in zip(*mgpu.split_batch(X, y, ctx))]
+            mgpu.backward(losses)
+            trainer.step(len(X))
+        return [net.dense.weight.data(context).asnumpy() for context in ctx]
+
+    expected = train("by hand")
+    for way in ("off", "on", "fit"):
+        assert_same_bits(train(way), expected)
+
+
+def test_a_loss_that_is_hybridized_again_is_traced_again():
+    class Annealed(gluon.loss.Loss):
+        weight = 1.0
+
+        def hybrid_forward(self, F, output, y):
+            return F.square(output).mean(axis=1) * self.weight
+
+    net, loss = dense(), Annealed(None, 0)
+    net.initialize(ctx=mx.cpu(0))
+    loss.hybridize()
+    step = mgpu.compile_step(net, loss, mgpu.Trainer(net, "sgd", {"learning_rate": 0.0}))
+    X, y = batches()[0]
+    first = step(X, y).losses[0].asnumpy()
+    loss.weight = 2.0
+    assert_same_bits([step(X, y).losses[0].asnumpy()], [first])
+    loss.hybridize()
+    assert_same_bits([step(X, y).losses[0].asnumpy()], [2 * first])
 
 
 @pytest.mark.parametrize("compiled", ["on", "auto"])

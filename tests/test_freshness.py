@@ -394,7 +394,7 @@ def test_a_pass_of_another_network_leaves_a_sum_for_its_update(devices):
     mgpu.backward(losses_of(net, data(1, 6), devices))
     trainer.allreduce_grads()
     mgpu.backward(losses_of(net, data(1, 6), devices))
-    assert_refused(trainer.allreduce_grads, r"without an update\(\)")
+    assert_refused(trainer.allreduce_grads, r"Call update\(\) after it, or discard\(\)")
 
 
 def test_a_trainer_without_trained_parameters_does_not_disturb_a_split():

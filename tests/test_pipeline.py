@@ -307,6 +307,34 @@ def test_a_hybridized_first_stage_takes_the_input_as_it_comes():
     assert len(mgpu.train_batch(model, CE, mgpu.Trainer(model, "sgd"), (X, X), y).losses) > 0
 
 
+class Asking(nn.HybridBlock):
+    def hybrid_forward(self, F, x):
+        return x if autograd.is_training() else F.softmax(10 * x)
+
+
+@pytest.mark.parametrize("hybridized", [False, True])
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_python_that_asks_for_training_is_traced_for_training(hybridized, is_graph):
+    def build():
+        net = nn.HybridSequential() if is_graph is False else type("Network", (nn.HybridSequential,), {})()
+        net.add(nn.Dense(16, activation="tanh"), nn.Dense(5), Asking())
+        net.initialize(mx.init.One(), ctx=mx.cpu(0))
+        if hybridized:
+            net.hybridize()
+        return net
+
+    alone, _ = trained(build())
+    model = mgpu.Pipeline(mgpu.split_stages(build(), 2, batches()[0][0], balance="bytes"), contexts(2))
+    assert largest_difference(trained(model)[0], alone) == 0
+
+
+def test_a_call_in_python_is_no_graph():
+    net = type("Scaling", (nn.HybridSequential,), {"__call__": lambda self, x: nn.HybridSequential.__call__(self, x / 2)})()
+    net.add(nn.Dense(4, in_units=16), nn.Dense(5, in_units=4))
+    with pytest.raises(TrainerError, match="a __call__.. of its own"):
+        mgpu.split_stages(seeded(net), 2, batches()[0][0])
+
+
 def test_dropout_draws_the_same_numbers_in_all_schedules_and_again():
     def losses(schedule, recompute):
         stages = mgpu.split_stages(dense(dropout=0.5), 3, batches()[0][0], balance="bytes")

@@ -23,7 +23,7 @@ from ..trainer.trainer import Trainer
 from .batchnorm import is_synchronised
 from .executors import Executor
 from .graph import Graph, NotCompilableError, inputs_of, nesting_of, reasons_against, trace
-from .passes import Passes, raise_named
+from .passes import Passes, decide_shapes, raise_named
 from .plan import form_of
 
 MODES = ("auto", "on", "off")
@@ -72,6 +72,7 @@ class CompiledPasses(Passes):
         self._bound: OrderedDict[Hashable, List[Executor]] = OrderedDict()  # by the forms of the shards
         self._owners: Dict[Context, Executor] = {}  # bound for the largest shape, never run: the others use its memory
         self._queued: List[Executor] = []
+        self._flags = getattr(loss, "_flags", None)  # hybridize() makes a new list
 
     def is_of(self, net: gluon.Block, loss: Any, mode: str) -> bool:
         """Return whether these are the passes of this network and loss, in this mode."""
@@ -131,7 +132,7 @@ class CompiledPasses(Passes):
             if plan is not None and plan.split is not None:
                 plan.shards = key
         if not (self._graphs or has_values(self._net)):
-            Passes(self._net, None, trains=False).forward(operation, Xs[:1], ys[:1])  # it decides shapes
+            decide_shapes(operation, self._net, Xs, ys)
         executors = self._bound.pop(key, None) or self._bind(Xs, ys)
         self._bound[key] = executors  # the latest one at the end
         if len(self._bound) > MOST:
@@ -178,7 +179,8 @@ class CompiledPasses(Passes):
     def _graph(self, X: Any, y: Any) -> Graph:
         form = (nesting_of(X), nesting_of(y), mx.util.is_np_array())
         if form not in self._graphs:
-            self._graphs[form] = trace(self._net, self._loss, X, y)
+            with autograd.record() if self._trains else autograd.predict_mode():
+                self._graphs[form] = trace(self._net, self._loss, X, y)
             self._note()
         return self._graphs[form]
 
@@ -200,12 +202,14 @@ class CompiledPasses(Passes):
         attributes = vars(net)
         # hybridize(), cast(), set_precision() and new layers empty the graph; a program may replace forward()
         is_empty = bool(self._graphs) and attributes.get("_cached_graph") == ()
+        is_empty = is_empty or getattr(self._loss, "_flags", None) is not self._flags
         hooks = len(net._forward_hooks), len(net._forward_pre_hooks)
         looked_at = MOVES.count if self._trainer is None else self._trainer.gradients.version
         versions = looked_at, is_empty, attributes.get("_active"), "forward" in attributes, hooks, is_synchronised(net)
         return versions, [*map(_DATA, self._others), *map(_GRAD, self._others), *map(_REQ, self._others)]
 
     def _note(self) -> None:
+        self._flags = getattr(self._loss, "_flags", None)
         self.draws = any(graph.draws for graph in self._graphs.values()) if self._graphs else None
         self._params = {id(param): param for graph in self._graphs.values() for param in graph.params.values()}
         looked_at = set() if self._trainer is None else set(map(id, self._trainer.params))

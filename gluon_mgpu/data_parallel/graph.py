@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import mxnet as mx
-from mxnet import gluon
+from mxnet import autograd, gluon
 from mxnet.gluon.block import _flatten, _regroup
 from mxnet.gluon.contrib.nn import SyncBatchNorm as GluonSyncBatchNorm
 
@@ -92,6 +92,8 @@ def nesting_of(data: Any) -> Any:
 def trace(net: gluon.Block, loss: Any, X: Any, y: Any) -> Graph:
     """Return the graph of a network and its loss for data of this form. The network's parameters have their shapes.
 
+    Call it in the mode of autograd in which the graph will run: Python code may ask for it, and Gluon keeps the graph.
+
     Parameters
     ----------
     net : gluon.HybridBlock
@@ -106,6 +108,9 @@ def trace(net: gluon.Block, loss: Any, X: Any, y: Any) -> Graph:
         Tracing failed.
     """
     is_legacy = hasattr(net, "graph_inputs")
+    own = [name for name in ("__call__", "forward") if getattr(type(net), name) is not getattr(gluon.HybridBlock, name)]
+    if own and not (is_legacy or isinstance(net, gluon.SymbolBlock)):
+        raise NotCompilableError(f"it has a {own[0]}() of its own, in Python")
     with mx.util.np_array(mx.util.is_np_array() and not is_legacy):
         try:
             return _traced(net, loss, _arguments(net, X), y, is_legacy)
@@ -180,8 +185,8 @@ def draws_numbers(block: gluon.Block, inputs: Sequence[Any]) -> bool:
 
 
 def symbols_of(block: gluon.HybridBlock, inputs: Sequence[Any]) -> Any:
-    """Return a block's inputs and its output as symbols, None if its Python code cannot be traced."""
-    with suppress(Exception):  # whatever a user's code raises for symbols
+    """Return a block's inputs and its output as symbols, for training; None if its Python code cannot be traced."""
+    with suppress(Exception), autograd.record():  # whatever a user's code raises for symbols
         return block._get_graph(*inputs)
     return None
 
@@ -212,10 +217,10 @@ def reasons_against(net: Any, loss: Any, *, traced_once: bool) -> Iterator[str]:
         makes_graph = hasattr(block, "graph_inputs") or hasattr(block, "graph")
         if not makes_graph and not isinstance(block, gluon.HybridBlock):
             yield f"{what} is a {type(block).__name__}, not a HybridBlock"
-        has_forward = type(block).forward is not gluon.HybridBlock.forward and not isinstance(block, gluon.loss.Loss)
-        if not makes_graph and has_forward:
-            yield f"{what} has a forward() of its own, in Python"
+        has_forward = type(block).forward is not gluon.HybridBlock.forward
         is_known = what == "the loss" and (hasattr(block, "graph") or type(block).__module__ == gluon.loss.__name__)
+        if not (makes_graph or is_known) and has_forward:
+            yield f"{what} has a forward() of its own, in Python"
         if not (traced_once or getattr(block, "_active", False) or is_known):
             yield f"{what} is not hybridized"
     for block in [one for _, part in parts for one in blocks_of(part)]:  # what of one block needs Python in each call
@@ -231,3 +236,5 @@ def reasons_against(net: Any, loss: Any, *, traced_once: bool) -> Iterator[str]:
     for param in net.collect_params().values():
         if param._stype != "default" or param._grad_stype != "default":
             yield f"{param.name} is sparse, or has sparse gradients"
+        if type(param).data is not gluon.Parameter.data:
+            yield f"{param.name} has a data() of its own, in Python"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from typing import Any, List, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, NoReturn, Optional, Sequence, Tuple
 
 from mxnet import MXNetError, autograd, gluon
 
@@ -13,6 +14,7 @@ from ..distributed import process_shard
 from ..errors import StepError, TrainerError
 from ..nested import Array, is_device_array, leaves
 from ..trainer.gradients import Gradients, empty_pass, note_size, one_pass
+from ..trainer.parameters import blocks_of
 from ..trainer.running_stats import note_losses
 from ..trainer.trainer import Trainer
 from .batchnorm import run_shards
@@ -79,6 +81,25 @@ class Passes:
     def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
         """Compute the gradients of the losses that the latest forward pass has returned, in one pass over all devices."""
         run_backward(trainer.scale(losses), trainer.gradients)
+
+
+@contextmanager
+def layer_by_layer(net: gluon.Block) -> Iterator[None]:
+    """Run a network without its graphs: a hybridized one keeps the graph of its first call, also if that was a prediction."""
+    active = [(block, block._cached_graph) for block in blocks_of(net) if getattr(block, "_active", False)]
+    for block, _ in active:
+        block._active = False
+    try:
+        yield
+    finally:
+        for block, graph in active:
+            block._active, block._cached_graph = True, graph
+
+
+def decide_shapes(operation: str, net: gluon.Block, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
+    """Let the first shard decide the shapes of parameters that layers leave open."""
+    with layer_by_layer(net):
+        Passes(net, None, trains=False).forward(operation, Xs[:1], ys[:1])
 
 
 def backward(losses: Sequence[Array]) -> None:

@@ -224,8 +224,8 @@ class Planner:
         if not is_device_array(loss) or not loss.shape or wanted not in (None, loss.shape[0]):
             raise TrainerError(
                 f"{self._operation}: got a loss {short(loss)} for shard {shard}, which holds {wanted} examples; expected one "
-                "number for each example, so that uneven shards count correctly. Leave the mean out of the loss, pass it the "
-                "axis of the examples (batch_axis), and add several losses up."
+                "number for each example, so that uneven shards count correctly. Leave the mean out of the loss, reshape one of "
+                "all tokens, pass it the axis of the examples (batch_axis), and add several losses up."
             )
         return int(loss.shape[0])
 

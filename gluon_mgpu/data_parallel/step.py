@@ -23,7 +23,7 @@ from ..trainer.running_stats import note_examples, running_stats
 from ..trainer.trainer import Trainer
 from .batchnorm import check_shards
 from .compiled import make_passes
-from .passes import Passes
+from .passes import Passes, decide_shapes
 from .plan import Plan, Planner, as_split
 from .prepared import Place
 from .sharding import Split, SplitFunction, count_examples, split_batch, split_data
@@ -314,7 +314,7 @@ class TrainStep:
             if not Xs:  # of a batch with fewer examples than processes: every process needs the shapes
                 with own_batches():
                     _, Xs, ys = self._planner.split(X, y)
-            Passes(self._net, None, trains=False).forward(self._operation, Xs[:1], ys[:1])
+            decide_shapes(self._operation, self._net, Xs, ys)
             trainer.resolve_shapes()
         if group() is not None and not has_values(trainer.params):
             raise refusal(self._operation, "several processes", "layers that the first batch does not reach")

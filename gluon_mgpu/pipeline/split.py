@@ -14,6 +14,7 @@ from mxnet import autograd, gluon
 
 from ..checks import explaining, instance, one_of, short, whole_number
 from ..data_parallel.graph import NotCompilableError, trace
+from ..data_parallel.passes import layer_by_layer
 from ..data_parallel.sharding import split_and_load
 from ..distributed import group, own_batches
 from ..errors import TrainerError
@@ -71,7 +72,7 @@ def split_stages(
         (X,) = split_and_load(sample, devices_of(net)[:1])
     expected, advice = "features of one micro-batch", "Pass X of a batch."
     refused = explaining("split_stages", "a sample that the network does not accept", expected, advice=advice)
-    with refused, autograd.pause(train_mode=False):
+    with refused, autograd.pause(train_mode=False), layer_by_layer(net):
         net(X)  # the first batch decides shapes
     layers = _layers(net)
     if not own and (len(layers) > 1 or type(net) in _CONTAINERS):
@@ -80,7 +81,8 @@ def split_stages(
     try:
         if not isinstance(net, gluon.HybridBlock):
             raise NotCompilableError("it is not a HybridBlock")
-        graph = trace(net, None, X, None)
+        with autograd.record():
+            graph = trace(net, None, X, None)
     except NotCompilableError as error:
         raise TrainerError(
             f"split_stages: got a {type(net).__name__} that cannot be divided: {error}; expected a Sequential, or a HybridBlock "

@@ -39,7 +39,6 @@ _GRAD = attrgetter("_grad")
 _EACH_DEVICE = "calls of mgpu.backward on one device each"
 _IDLE = "devices that the latest split left without examples"
 _PARTS = "the parts of a batch of another trainer, one by one (micro_steps, virtual_shards or micro_batches)"
-_SUMMED = "grad_req='add' before allreduce_grads() and after it, without an update() between them"
 _EMPTY = "a pass before one without examples in this process"
 _SPLIT = " If that split was of another batch: split this one with split_batch, too, and the next one after step()."
 _MOST_NAMES = 5  # in an error
@@ -287,7 +286,9 @@ class Gradients:
             raise refusal("Trainer.step", "several processes", "several passes before a step")
         if self._is_behind and not self._is_full:
             raise refusal("Trainer.step", "compile_step()", "loss.backward()")
-        doubt = _IDLE if _now.idle and (fresh & self._idle()).any() else _SUMMED if self._own else self._doubt
+        if self._own:
+            raise refusal("Trainer.step", "allreduce_grads()", "another pass with grad_req='add'")
+        doubt = _IDLE if _now.idle and (fresh & self._idle()).any() else self._doubt
         if doubt and (is_empty or doubt != _PARTS):
             raise TrainerError(
                 f"Trainer.step: got gradients of {self._layout.params[self._entries[0][0]].name} and others from several "

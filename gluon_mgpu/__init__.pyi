@@ -21,7 +21,6 @@ from .data_parallel.sharding import gather as gather
 from .data_parallel.sharding import split_and_load as split_and_load
 from .data_parallel.sharding import split_batch as split_batch
 from .data_parallel.step import compile_step as compile_step
-from .data_parallel.step import eval_batch as eval_batch
 from .data_parallel.step import train_batch as train_batch
 from .devices.select import try_all_gpus as try_all_gpus
 from .devices.select import try_gpu as try_gpu
@@ -31,6 +30,7 @@ from .exporters.export import export as export
 from .loop.callbacks import Callback as Callback
 from .loop.callbacks import EarlyStopping as EarlyStopping
 from .loop.callbacks import Progress as Progress
+from .loop.evaluate import eval_batch as eval_batch
 from .loop.evaluate import evaluate as evaluate
 from .loop.evaluate import evaluate_accuracy_gpus as evaluate_accuracy_gpus
 from .loop.finetune import Finetune as Finetune

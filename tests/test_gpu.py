@@ -21,7 +21,7 @@ from mxnet import gluon
 from .conftest import gluon_loop, largest_difference, small_batches, small_net, weights_of
 from .test_no_sync import waits  # noqa: F401
 
-prepared = importlib.import_module("gluon_mgpu.data_parallel.prepared")
+transfer = importlib.import_module("gluon_mgpu.devices.transfer")
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 BATCHES = {"even": [24] * 10, "uneven": [13, 1, 7, 24, 1, 5, 9, 23, 2, 14]}
 OPTIMIZERS = {
@@ -130,8 +130,8 @@ def test_what_is_copied_is_the_same(machine, dtype):
 def test_shards_wait_in_pinned_memory_for_their_copy(machine, monkeypatch):
     ctx = machine.devices(1)
     if not machine.is_gpu:
-        monkeypatch.setattr(prepared, "_pinned", machine.pinned)
-    assert prepared._pinned(ctx[0]) == machine.pinned(ctx[0])
+        monkeypatch.setattr(transfer, "_pinned", machine.pinned)
+    assert transfer._pinned(ctx[0]) == machine.pinned(ctx[0])
     data = [np.full((64, 32), i, "float32") for i in range(6)]
     for i, (Xs, _) in enumerate(mgpu.prefetch([(X, np.zeros(64, "int32")) for X in data], ctx)):
         assert Xs[0].context == ctx[0]

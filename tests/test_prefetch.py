@@ -9,7 +9,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.data.prefetch import NUM_HELD, prefetch
-from gluon_mgpu.data_parallel import prepared
+from gluon_mgpu.devices import transfer
 from gluon_mgpu.errors import DeviceError, ShardError, TrainerError
 from gluon_mgpu.nested import leaves
 from hypothesis import HealthCheck, given, settings
@@ -85,7 +85,7 @@ def test_shards_are_those_of_split_batch_also_when_some_are_kept(arrays, devices
     split_f = functools.partial(mgpu.split_batch, batch_axis=axis)
     given_out = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared, "_pinned", lambda ctx: pinned)
+        patch.setattr(transfer, "_pinned", lambda ctx: pinned)
         for i, shards in enumerate(prefetch(batches, devices, split_f=split_f, num_batches=num_batches)):
             same(shards, split_f(*batches[i], devices))
             if i in kept:
@@ -126,11 +126,11 @@ def test_loading_waits_for_no_worker_thread_and_a_loop_that_runs_ahead_is_held_u
 
 
 def test_on_a_gpu_arrays_go_by_pinned_memory(monkeypatch, arrays):
-    assert prepared._pinned(mx.gpu(3)) == mx.cpu_pinned(3)
-    assert prepared._pinned(mx.cpu(3)) is None
+    assert transfer._pinned(mx.gpu(3)) == mx.cpu_pinned(3)
+    assert transfer._pinned(mx.cpu(3)) is None
     copied = []
-    monkeypatch.setattr(prepared, "_pinned", lambda ctx: copied.append(ctx) or mx.cpu(9))  # stands in for pinned memory
-    held = [prepared.new_array_at_once(np.full((2, 3), number, "float32"), CPU, np.dtype("float32")) for number in range(4)]
+    monkeypatch.setattr(transfer, "_pinned", lambda ctx: copied.append(ctx) or mx.cpu(9))  # stands in for pinned memory
+    held = [transfer.new_array_at_once(np.full((2, 3), number, "float32"), CPU, np.dtype("float32")) for number in range(4)]
     assert copied == [CPU] * 4
     assert [(shard.context, sorted(set(shard.asnumpy().flat))) for shard in held] == [(CPU, [number]) for number in range(4)]
 

@@ -10,9 +10,9 @@ import mxnet as mx
 from mxnet.base import _LIB, NDArrayHandle, check_call
 
 from ..nested import Array
+from ..runtime.c_api import Copy, creation
 from ..runtime.device_threads import environment_with, in_own_thread
 from .graph import Graph
-from .prepared import Copy, creation
 
 _FORWARD, _BACKWARD = _LIB.MXExecutorForward, _LIB.MXExecutorBackwardEx
 _BULK_SIZES = {  # options of `hybridize`, and what MXNet reads in the environment when it binds a graph

@@ -44,11 +44,10 @@ def as_split(operation: str, split_f: Any, virtual: int = 0) -> Split:
                 f"{operation}: got split_f={short(split_f)} ({error}); expected options of split_batch. Its help lists them."
             ) from error
         defaults = {}
-    axis = defaults.get("batch_axis", 0)
-    even_split, weights = bool(defaults.get("even_split")), defaults.get("weights")
-    if virtual and (not is_ours or even_split or weights is not None):
+    axis, weights = defaults.get("batch_axis", 0), defaults.get("weights")
+    if virtual and (not is_ours or weights is not None):
         raise refusal(operation, "virtual_shards", "a split of your own", f"split_f={short(split_f)}")
-    return Split(axis, even_split, weights, virtual) if is_ours else Split(axis, function=split_f)
+    return Split(axis, weights=weights, virtual=virtual) if is_ours else Split(axis, function=split_f)
 
 
 def form_of(data: Any) -> Optional[Hashable]:

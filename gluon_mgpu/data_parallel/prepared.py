@@ -9,41 +9,16 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple
 import mxnet as mx
 import numpy as np
 from mxnet import Context
-from mxnet.base import _LIB, NDArrayHandle, check_call, mx_uint
+from mxnet.base import _LIB, NDArrayHandle, check_call
 from mxnet.ndarray.ndarray import _DTYPE_NP_TO_MX
 
 from ..nested import Array
-from ..runtime.c_api import operator_handle, write_unheld
+from ..runtime.c_api import Copy, creation
 from ..runtime.mxnet2 import is_mxnet2
 
 Place = Tuple[int, int, Context]  # the part [begin, end) of a batch, and where it goes
 
 _FREE, _MEMORY, _SLICE = _LIB.MXNDArrayFree, _LIB.MXNDArrayGetData, _LIB.MXNDArraySlice
-
-
-def creation(shape: Tuple[int, ...], context: Context, dtype: Any, *, delayed: bool) -> Callable[[Any], int]:
-    """Return a function that makes an array of this form in a handle that it gets by reference, and returns a status.
-
-    `delayed`: the first operation that writes it allocates its memory.
-    """
-    sizes = (mx_uint * len(shape))(*shape), mx_uint(len(shape))
-    place = ctypes.c_int(context.device_typeid), ctypes.c_int(context.device_id)
-    kind = np.dtype(dtype)
-    number = _DTYPE_NP_TO_MX[kind if kind.names else kind.type]  # bfloat16 has names
-    return partial(_LIB.MXNDArrayCreateEx, *sizes, *place, ctypes.c_int(delayed), ctypes.c_int(number))
-
-
-class Copy:
-    """MXNet's copy of an array into another one. Set `source[0]` and `target[0]` to handles, and call `queue()`."""
-
-    def __init__(self) -> None:
-        self.source, self.target = (NDArrayHandle * 1)(), (NDArrayHandle * 1)()
-        targets = ctypes.cast(self.target, ctypes.POINTER(NDArrayHandle))
-        results = ctypes.byref(ctypes.c_int(1)), ctypes.byref(targets), ctypes.c_int(0), None, None
-        stypes = ctypes.byref(ctypes.POINTER(ctypes.c_int)())
-        self.queue: Callable[[], int] = partial(
-            _LIB.MXImperativeInvokeEx, operator_handle("_copyto"), ctypes.c_int(1), self.source, *results, stypes
-        )
 
 
 def slicer(array: Array, places: Sequence[Place], dtype: Any) -> Optional[Callable[[Any], List[Array]]]:
@@ -102,21 +77,3 @@ def _of_device(places: List[Any], kind: Any, copy: Copy, array: Array) -> List[A
         parts.append(kind(handle))
     check_call(status)
     return parts
-
-
-def new_array_at_once(data: np.ndarray, ctx: Context, dtype: np.dtype) -> Array:
-    """Return a NumPy array as an MXNet array of the current mode, without waiting for a worker thread, as MXNet's copy does.
-
-    So the number of batches in use must be bounded in another way. For a GPU, the array is copied from pinned memory.
-    """
-    pinned = _pinned(ctx)
-    array = mx.nd.empty(data.shape, ctx=pinned or ctx, dtype=dtype)
-    if data.size:
-        write_unheld(array, data)
-    loaded = array.copyto(ctx) if pinned else array
-    return loaded.as_np_ndarray() if mx.util.is_np_array() else loaded
-
-
-def _pinned(ctx: Context) -> Optional[Context]:
-    """Return the pinned memory from which arrays are copied to this device, None if the host can write its arrays."""
-    return mx.cpu_pinned(ctx.device_id) if ctx.device_type == "gpu" else None

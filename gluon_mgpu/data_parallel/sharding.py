@@ -14,12 +14,12 @@ from mxnet import Context
 
 from ..checks import explaining, flag, is_whole, short, whole_number
 from ..devices.select import check_contexts
-from ..devices.transfer import new_array, on_device
+from ..devices.transfer import new_array, new_array_at_once, on_device
 from ..distributed import process_shard
 from ..errors import ShardError
 from ..nested import Array, Fields, host_array, is_device_array, leaves, map_leaves, with_leaves
 from ..trainer.gradients import note_split
-from .prepared import Place, new_array_at_once, slicer
+from .prepared import Place, slicer
 
 _MOST_SHARDS = 2**16  # no machine has more devices
 # A dtype of NumPy's that MXNet lacks becomes the next larger one; float64, which networks do not take, becomes float32.
@@ -109,9 +109,7 @@ def plan_shards(num_examples: int, num_shards: int, weights: Optional[Sequence[f
     return sizes
 
 
-def split_data(
-    data: Any, num_slice: int, batch_axis: Any = 0, even_split: bool = True, *, weights: Optional[Sequence[float]] = None
-) -> List[Any]:
+def split_data(data: Any, num_slice: int, batch_axis: Any = 0, even_split: bool = True) -> List[Any]:
     """Return slices of a batch, without moving it to another device.
 
     Parameters
@@ -122,9 +120,7 @@ def split_data(
         With fewer examples than slices, only slices that hold examples are returned.
     batch_axis : int, or nested ints of the data's form
     even_split : bool
-        Raise if the batch is not a multiple of `num_slice`. Not used with `weights`.
-    weights : sequence of float, optional
-        Split in these proportions; see `plan_shards`.
+        Raise if the batch is not a multiple of `num_slice`.
 
     Raises
     ------
@@ -140,7 +136,7 @@ def split_data(
     """
     num_slice = whole_number("split_data", "num_slice", num_slice, advice="Pass the number of devices.", error=ShardError)
     num_examples = count_examples("split_data", data, batch_axis)
-    bounds = _bounds("split_data", num_examples, num_slice, Split(batch_axis, even_split, weights))
+    bounds = _bounds("split_data", num_examples, num_slice, Split(batch_axis, even_split))
     return [_part(data, batch_axis, begin, end) for begin, end in bounds if end > begin]
 
 
@@ -196,13 +192,7 @@ def split_and_load(
 
 
 def split_batch(
-    X: Any,
-    y: Any,
-    devices: Sequence[Context],
-    *,
-    batch_axis: Any = 0,
-    even_split: bool = False,
-    weights: Optional[Sequence[float]] = None,
+    X: Any, y: Any, devices: Sequence[Context], *, batch_axis: Any = 0, weights: Optional[Sequence[float]] = None
 ) -> Shards:
     """Return the shards of features and labels, each on its device.
 
@@ -223,7 +213,7 @@ def split_batch(
 
     Source: the signature is that of d2l, chapter "Training on Multiple GPUs".
     """
-    return SplitPlan("split_batch", Fields((X, y)), devices, Split(batch_axis, even_split, weights)).pair(X, y)
+    return SplitPlan("split_batch", Fields((X, y)), devices, Split(batch_axis, weights=weights)).pair(X, y)
 
 
 def gather(shards: Sequence[Any], ctx: Optional[Context] = None, batch_axis: Any = 0) -> Any:

@@ -1,4 +1,4 @@
-"""One batch on all devices: train_batch(), eval_batch()."""
+"""One batch of training on all devices: train_batch(), compile_step()."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ from operator import is_
 from typing import Any, Callable, Deque, List, Optional, Sequence
 
 import numpy as np
-from mxnet import Context, gluon
+from mxnet import gluon
 
 from ..checks import check_function, flag, instance, whole_number
-from ..devices.select import check_contexts
 from ..distributed import group, own_batches
 from ..nested import Array, Fields, is_device_array, leaves
 from ..refusals import refusal
 from ..runtime.environment import logger
-from ..trainer.gradients import latest_split, note_parts, restore_split
+from ..trainer.gradients import note_parts
 from ..trainer.parameters import has_values
 from ..trainer.running_stats import note_examples, running_stats
 from ..trainer.trainer import Trainer
 from .batchnorm import check_shards
 from .compiled import make_passes
-from .passes import Passes, decide_shapes
+from .passes import decide_shapes
 from .plan import Plan, Planner, as_split
-from .prepared import Place
-from .sharding import Split, SplitFunction, count_examples, split_batch, split_data
+from .sharding import SplitFunction, count_examples, split_batch, split_data
 from .virtual_passes import VirtualPasses
 
 MOST_IN_FLIGHT = 24  # batches
@@ -321,50 +319,6 @@ class TrainStep:
         self._open = any(param._deferred_init for param in params)
         self._stats = running_stats(self._net)
         trainer.running_stats.add(self._stats)
-
-
-def eval_batch(
-    net: gluon.Block, X: Any, y: Any, devices: Sequence[Context], *, loss: Any = None, split_f: SplitFunction = split_batch
-) -> Batch:
-    """Run one batch forward over the devices, in prediction mode, and return its outputs. It does not wait.
-
-    Parameters
-    ----------
-    net : gluon.Block
-    X, y : array, or nested data
-        A batch, shapes (B, ...).
-    devices : list of mxnet.Context
-    loss : callable (output, label) -> NDArray, optional
-    split_f : callable (X, y, devices) -> (list of X shards, list of y shards)
-    """
-    check_network("eval_batch", net)
-    check_contexts(devices, "eval_batch")
-    passes = make_passes("eval_batch", net, loss, "off")
-    return EvalStep("eval_batch", loss, devices, as_split("eval_batch", split_f), passes)(X, y)
-
-
-class EvalStep:
-    """What `eval_batch` does with each batch."""
-
-    def __init__(self, operation: str, loss: Any, devices: Sequence[Context], split: Split, passes: Passes) -> None:
-        if loss is not None:
-            check_function(operation, "loss", loss, advice="Pass a loss of gluon.loss, or None.")
-        self.places: List[Place] = []  # the shards of the latest batch, if its plan tells
-        self._operation, self._passes, self._split = operation, passes, split
-        self._planner = Planner(operation, loss, split, devices)
-
-    def __call__(self, X: Any, y: Any) -> Batch:
-        """Evaluate one batch."""
-        planner, passes = self._planner, self._passes
-        trained = latest_split()
-        plan, Xs, ys = planner.split(X, y)
-        restore_split(trained)
-        Xs, ys = passes.arrange(self._operation, Xs, ys, self._split.batch_axis)
-        outputs, losses = passes.forward(self._operation, Xs, ys, plan)
-        _, own_units = planner.count(plan, losses, y, ys, is_compiled=passes.is_compiled)
-        self.places = plan.split.places if plan.split is not None else []
-        known = plan if passes.is_compiled and plan.split else None
-        return Batch(outputs, ys, losses, plan.num_examples, own_units, passes.shard_numbers, known)
 
 
 def _compare(operation: str, label: Any) -> None:

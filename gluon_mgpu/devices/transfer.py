@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ContextManager
+from typing import Any, ContextManager, Optional
 
 import mxnet as mx
 import numpy as np
@@ -11,6 +11,7 @@ from mxnet import Context
 from ..checks import explaining, instance, short
 from ..errors import DeviceError
 from ..nested import Array, is_device_array, map_leaves
+from ..runtime.c_api import write_unheld
 
 
 def copyto(data: Any, target: Any) -> Any:
@@ -106,3 +107,21 @@ def new_array(data: Any, ctx: Context, dtype: Any) -> Array:
     """Return a NumPy array as a new MXNet array of the current mode."""
     array = mx.np.array if mx.util.is_np_array() else mx.nd.array
     return array(data, ctx=ctx, dtype=dtype)
+
+
+def new_array_at_once(data: np.ndarray, ctx: Context, dtype: np.dtype) -> Array:
+    """Return a NumPy array as an MXNet array of the current mode, without waiting for a worker thread, as MXNet's copy does.
+
+    So the number of batches in use must be bounded in another way. For a GPU, the array is copied from pinned memory.
+    """
+    pinned = _pinned(ctx)
+    array = mx.nd.empty(data.shape, ctx=pinned or ctx, dtype=dtype)
+    if data.size:
+        write_unheld(array, data)
+    loaded = array.copyto(ctx) if pinned else array
+    return loaded.as_np_ndarray() if mx.util.is_np_array() else loaded
+
+
+def _pinned(ctx: Context) -> Optional[Context]:
+    """Return the pinned memory from which arrays are copied to this device, None if the host can write its arrays."""
+    return mx.cpu_pinned(ctx.device_id) if ctx.device_type == "gpu" else None

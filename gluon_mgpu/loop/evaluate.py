@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Optional, Union
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Union
 
-from mxnet import gluon
+from mxnet import Context, gluon
 
+from ..checks import check_function
 from ..data.iterators import check_iterable
 from ..data_parallel.compiled import make_passes
 from ..data_parallel.passes import Passes
-from ..data_parallel.plan import as_split
-from ..data_parallel.sharding import SplitFunction, split_batch
-from ..data_parallel.step import EvalStep, check_network
+from ..data_parallel.plan import Planner, as_split
+from ..data_parallel.prepared import Place
+from ..data_parallel.sharding import Split, SplitFunction, split_batch
+from ..data_parallel.step import Batch, check_network
 from ..data_parallel.virtual_passes import VirtualPasses
+from ..devices.select import check_contexts
+from ..trainer.gradients import latest_split, restore_split
 from ..trainer.parameters import average_replicas, devices_of
 from ..trainer.tree_sum import VirtualShards
 from .batch_loop import BatchLoop, EpochOptions, EpochProgress
@@ -96,6 +100,50 @@ def evaluate(
     return run_evaluation(
         net, data_iter, metrics_for(metrics, loss), loss=loss, split_f=split_f, passes=passes, virtual_shards=virtual_shards
     ).means
+
+
+def eval_batch(
+    net: gluon.Block, X: Any, y: Any, devices: Sequence[Context], *, loss: Any = None, split_f: SplitFunction = split_batch
+) -> Batch:
+    """Run one batch forward over the devices, in prediction mode, and return its outputs. It does not wait.
+
+    Parameters
+    ----------
+    net : gluon.Block
+    X, y : array, or nested data
+        A batch, shapes (B, ...).
+    devices : list of mxnet.Context
+    loss : callable (output, label) -> NDArray, optional
+    split_f : callable (X, y, devices) -> (list of X shards, list of y shards)
+    """
+    check_network("eval_batch", net)
+    check_contexts(devices, "eval_batch")
+    passes = make_passes("eval_batch", net, loss, "off")
+    return EvalStep("eval_batch", loss, devices, as_split("eval_batch", split_f), passes)(X, y)
+
+
+class EvalStep:
+    """What `eval_batch` does with each batch."""
+
+    def __init__(self, operation: str, loss: Any, devices: Sequence[Context], split: Split, passes: Passes) -> None:
+        if loss is not None:
+            check_function(operation, "loss", loss, advice="Pass a loss of gluon.loss, or None.")
+        self.places: List[Place] = []  # the shards of the latest batch, if its plan tells
+        self._operation, self._passes, self._split = operation, passes, split
+        self._planner = Planner(operation, loss, split, devices)
+
+    def __call__(self, X: Any, y: Any) -> Batch:
+        """Evaluate one batch."""
+        planner, passes = self._planner, self._passes
+        trained = latest_split()
+        plan, Xs, ys = planner.split(X, y)
+        restore_split(trained)
+        Xs, ys = passes.arrange(self._operation, Xs, ys, self._split.batch_axis)
+        outputs, losses = passes.forward(self._operation, Xs, ys, plan)
+        _, own_units = planner.count(plan, losses, y, ys, is_compiled=passes.is_compiled)
+        self.places = plan.split.places if plan.split is not None else []
+        known = plan if passes.is_compiled and plan.split else None
+        return Batch(outputs, ys, losses, plan.num_examples, own_units, passes.shard_numbers, known)
 
 
 def run_evaluation(

@@ -13,12 +13,13 @@ from ..checks import flag, reason_of, whole_number
 from ..data.iterators import as_pair, batches_of, check_iterable, features_of, no_batch
 from ..data_parallel.compiled import make_passes
 from ..data_parallel.sharding import Split, gather
-from ..data_parallel.step import EvalStep, check_network
+from ..data_parallel.step import check_network
 from ..distributed import group, without_group
 from ..errors import ShardError, StepError, TrainerError
 from ..nested import Array, is_device_array, leaves, map_leaves
 from ..trainer.parameters import average_replicas, devices_of
 from .batch_loop import device_error, step_error
+from .evaluate import EvalStep
 
 Output = Tuple[Context, Any]  # of one shard: the device that computes it, and nested arrays
 

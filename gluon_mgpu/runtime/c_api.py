@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from itertools import compress, repeat
-from typing import Any, List, Sequence, Tuple
+from typing import Any, Callable, List, Sequence, Tuple
 
 import numpy as np
+from mxnet import Context
 from mxnet.base import _LIB, NDArrayHandle, OpHandle, c_handle_array, c_str, c_str_array, check_call, mx_uint
 from mxnet.kvstore.kvstore import _ctype_key_value
 from mxnet.ndarray import NDArray
-from mxnet.ndarray.ndarray import _new_alloc_handle
+from mxnet.ndarray.ndarray import _DTYPE_NP_TO_MX, _new_alloc_handle
 
 from ..nested import Array
 
@@ -71,6 +73,31 @@ def operator_handle(name: str) -> OpHandle:
     handle = OpHandle()
     check_call(_LIB.NNGetOpHandle(c_str(name), ctypes.byref(handle)))
     return handle
+
+
+def creation(shape: Tuple[int, ...], context: Context, dtype: Any, *, delayed: bool) -> Callable[[Any], int]:
+    """Return a function that makes an array of this form in a handle that it gets by reference, and returns a status.
+
+    `delayed`: the first operation that writes it allocates its memory.
+    """
+    sizes = (mx_uint * len(shape))(*shape), mx_uint(len(shape))
+    place = ctypes.c_int(context.device_typeid), ctypes.c_int(context.device_id)
+    kind = np.dtype(dtype)
+    number = _DTYPE_NP_TO_MX[kind if kind.names else kind.type]  # bfloat16 has names
+    return partial(_LIB.MXNDArrayCreateEx, *sizes, *place, ctypes.c_int(delayed), ctypes.c_int(number))
+
+
+class Copy:
+    """MXNet's copy of an array into another one. Set `source[0]` and `target[0]` to handles, and call `queue()`."""
+
+    def __init__(self) -> None:
+        self.source, self.target = (NDArrayHandle * 1)(), (NDArrayHandle * 1)()
+        targets = ctypes.cast(self.target, ctypes.POINTER(NDArrayHandle))
+        results = ctypes.byref(ctypes.c_int(1)), ctypes.byref(targets), ctypes.c_int(0), None, None
+        stypes = ctypes.byref(ctypes.POINTER(ctypes.c_int)())
+        self.queue: Callable[[], int] = partial(
+            _INVOKE, operator_handle("_copyto"), ctypes.c_int(1), self.source, *results, stypes
+        )
 
 
 def converted(attributes: Sequence[Tuple[str, Any]]) -> Tuple[Any, ...]:

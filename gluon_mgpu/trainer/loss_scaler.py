@@ -114,9 +114,7 @@ class LossScaler:
                 "learning rate, check the data, or train in fp32."
             )
         self.scale, self.num_good = max(_SMALLEST, scale / 2), 0
-        logger.info(
-            "LossScaler: a gradient overflowed; the step is skipped, and the scale changes from %g to %g", scale, self.scale
-        )
+        logger.info("LossScaler: a gradient overflowed; the step is skipped, and the scale becomes %g", self.scale)
         return None
 
     def state(self) -> Dict[str, float]:

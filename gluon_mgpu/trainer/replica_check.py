@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
-from typing import Dict, Sequence
+from typing import Sequence
 
 from mxnet import optimizer as opt
 
@@ -62,16 +62,14 @@ class ReplicaCheck:
 
     def verify(self) -> None:
         """Compare the replicas now, and wait for them; raise `ReplicaError` if they differ."""
-        slabs = self._layout.slabs
-        own = [[self._checksum(slab, replica) for replica in range(len(slab.contexts))] for slab in slabs]
+        slabs, processes = self._layout.slabs, self._processes
+        of_process = "" if processes is None else f" of process {processes.process.rank}"
+        own = [{f"{one}{of_process}": self._checksum(slab, i) for i, one in enumerate(slab.contexts)} for slab in slabs]
         everyone = [own]
-        if self._processes is not None:
-            everyone = [json.loads(one) for one in self._processes.all_gather_bytes(json.dumps(own).encode())]
-        for at, slab in enumerate(slabs):
-            sums: Dict[str, int] = {}  # by device
-            for rank, found in enumerate(everyone):
-                of_process = f" of process {rank}" if len(everyone) > 1 else ""
-                sums.update({f"{context}{of_process}": one for context, one in zip(slab.contexts, found[at])})
+        if processes is not None:
+            everyone = [json.loads(one) for one in processes.all_gather_bytes(json.dumps(own).encode())]
+        for at, (slab, *found) in enumerate(zip(slabs, *everyone)):
+            sums = {device: one for each in found for device, one in each.items()}
             (most, count), *others = Counter(sums.values()).most_common()
             if others:
                 is_known = 2 * count > len(sums)  # the others agree

@@ -15,8 +15,9 @@ from ..checks import instance, real_number, whole_number
 from ..data.iterators import as_pair, batches_of, check_iterable, no_batch
 from ..data_parallel.passes import layer_by_layer
 from ..data_parallel.sharding import SplitFunction, split_batch
-from ..data_parallel.step import Batch, check_network, eval_batch, train_batch
+from ..data_parallel.step import Batch, check_network, train_batch
 from ..distributed import group
+from ..loop.evaluate import eval_batch
 from ..plots import figure, save
 from ..refusals import refusal
 from ..trainer.parameters import devices_of, has_values

@@ -37,6 +37,16 @@ class Weights(mgpu.Callback):
         self.after.append(state.net.weight.data(mx.cpu(0)).asnumpy())
 
 
+class Holding(mgpu.Callback):
+    """Has its own arrays in checkpoints."""
+
+    def __init__(self, arrays):
+        self.arrays = arrays
+
+    def state_arrays(self, state):
+        return self.arrays
+
+
 @pytest.fixture(params=[1, 3])
 def devices(request):
     """1 and 3 CPU contexts."""
@@ -413,3 +423,34 @@ def test_a_loss_that_is_not_finite_replaces_no_checkpoint(tmp_path):
         mgpu.fit(net, LOSS, trainer, bad, epochs=2, callbacks=[column, saves], resume="auto")
     assert mgpu.load_checkpoint(tmp_path / "last", net, trainer)["history"][0]["mine"] == 1.0
     assert all(np.isfinite(param.data().asnumpy()).all() for param in net.collect_params().values())
+
+
+ONE = mx.nd.ones((1,))
+
+
+@pytest.mark.parametrize("held", [[None], [[1]], [{"a": np.ones(1)}], [{"a": ONE}, {"a": ONE}]])
+def test_arrays_of_callbacks_are_told_apart(tmp_path, held):
+    net = nn.Dense(1, in_units=1)
+    net.initialize()
+    callbacks = [*map(Holding, held), mgpu.Checkpoint(tmp_path, monitor=None)]
+    data = [(np.ones((2, 1), "float32"), np.ones((2, 1), "float32"))]
+    with pytest.raises(TrainerError, match="Holding.state_arrays: got"):
+        mgpu.fit(net, gluon.loss.L2Loss(), mgpu.Trainer(net, "sgd"), data, epochs=1, callbacks=callbacks)
+
+
+def test_weights_that_are_nan_replace_no_checkpoint(tmp_path):
+    """The loss of the batch whose gradient is NaN may be finite."""
+
+    class Spoils(mgpu.Callback):
+        def on_batch_end(self, state):
+            if state.step == 3:
+                state.net.weight.set_data(mx.nd.array([[np.nan]]))
+
+    net = nn.Dense(1, in_units=1)
+    net.initialize()
+    data = [(np.ones((2, 1), "float32"), np.ones((2, 1), "float32"))] * 5
+    callbacks = [Spoils(), mgpu.Checkpoint(tmp_path, monitor=None, every=1, keep=1)]
+    with pytest.raises(NonFiniteLossError):
+        mgpu.fit(net, gluon.loss.L2Loss(), mgpu.Trainer(net, "sgd"), data, epochs=1, callbacks=callbacks)
+    mgpu.load_checkpoint(tmp_path / "last", net)
+    assert np.isfinite(net.weight.data().asscalar())

@@ -76,6 +76,23 @@ def test_numbers_of_numpy_are_taken(name, option):
     np.testing.assert_array_equal(train(np.array), train(float))
 
 
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), 1e39])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "rmsprop", "adagrad"])
+def test_a_rate_of_a_schedule_that_is_no_number_changes_no_weight(optimizer, rate):
+    class Schedule(mx.lr_scheduler.LRScheduler):
+        def __call__(self, num_update):
+            return 0.1 if num_update < 2 else rate
+
+    net = small_net([mx.cpu(0), mx.cpu(1)])
+    trainer = mgpu.Trainer(net, optimizer, {"lr_scheduler": Schedule()})
+    first, second = small_batches([4, 4])
+    mgpu.train_batch(net, LOSS, trainer, *first)
+    before = [param.data(mx.cpu(1)).asnumpy() for param in net.collect_params().values()]
+    with pytest.raises(mgpu.errors.TrainerError, match="learning_rate"):
+        mgpu.train_batch(net, LOSS, trainer, *second)
+    assert all(np.array_equal(a, b.data(mx.cpu(1)).asnumpy()) for a, b in zip(before, net.collect_params().values()))
+
+
 @pytest.mark.parametrize("done", [1, 2, 3, 9])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad", "nadam", "sharded sgd"])
 def test_an_update_that_is_interrupted_leaves_equal_devices(monkeypatch, optimizer, done):

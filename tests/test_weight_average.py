@@ -243,6 +243,16 @@ def test_update_bn_rejects_gradients_that_it_would_lose():
         mgpu.update_bn(net, DATA)
 
 
+def test_update_bn_that_fails_changes_nothing():
+    net = bn_net([mx.cpu(0), mx.cpu(1)])
+    mgpu.train_batch(net, LOSS, make_trainer(net), *DATA[0])
+    before = [array.asnumpy() for param in net.collect_params().values() for array in param.list_data()]
+    with pytest.raises(mgpu.errors.StepError):
+        mgpu.update_bn(net, [DATA[0], (DATA[0][0][:, :1], DATA[0][1])])
+    after = [array.asnumpy() for param in net.collect_params().values() for array in param.list_data()]
+    assert all(np.array_equal(*pair) for pair in zip(before, after))
+
+
 def test_update_bn_says_what_it_cannot_do():
     for net, data, told in [(bn_net([mx.cpu()]), iter(()), "got no batch"), (nn.BatchNorm(), DATA, "whose shapes are open")]:
         net.initialize(force_reinit=True)

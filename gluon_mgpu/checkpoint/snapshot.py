@@ -63,18 +63,20 @@ class Snapshot:
         Raises
         ------
         NonFiniteLossError
-            A loss of the epoch so far was not finite: the checkpoint would replace a good one.
+            A loss of the epoch so far was not finite, or a parameter is NaN: the checkpoint would replace a good one.
         """
+        params = {name: array.asnumpy() for name, array in self.params.items()}
         losses = [array for name, array in self.arrays.items() if name.startswith(SUM) and name.split("/", 2)[2] == "loss"]
-        if not all(np.isfinite(array.asnumpy()).all() for array in losses):
+        is_nan = any(np.isnan(array).any() for array in params.values())  # a mask of attention may hold -inf
+        if is_nan or not all(np.isfinite(array.asnumpy()).all() for array in losses):
             step = (self.training or {}).get("place", {}).get("step")
             raise NonFiniteLossError(
-                f"Checkpoint: got a loss up to step {step} that is NaN or infinite; expected finite ones. Earlier checkpoints "
-                "are kept: resume from them with a lower learning rate, clip the gradient, and check the batches before."
+                f"Checkpoint: got a loss or weights up to step {step} that are NaN or infinite; expected finite ones. Earlier "
+                "checkpoints are kept: resume from them with a lower learning rate, clip the gradient, or check the batches."
             )
         writer = FolderWriter(folder)
         with writer.file(PARAMS) as file:
-            write_params(file, {name: array.asnumpy() for name, array in self.params.items()}, np_shape=self.is_np)
+            write_params(file, params, np_shape=self.is_np)
         if self.training is not None:
             with writer.file(STATES) as file:
                 write_arrays(file, self.arrays)

@@ -19,6 +19,7 @@ DeviceSpec = Union[None, str, int, Context, Sequence[Context]]
 
 # Each CPU context starts a thread, and threads are counted for each: 256 take 1 s, 512 4 s, 1,024 12 s, 2,048 59 s.
 MOST_DEVICES = 1024
+_MOST_NUMBERS = 10**6  # as in texts
 
 _FORMS = (
     "Use 'auto', 'gpu', 'gpu*2' (a count), 'gpu:4-7', 'gpu:0,2' (numbers), 'gpu:free', 'gpu:free*2', 'cpu*2', 'cpu:0,gpu:0', "
@@ -187,7 +188,8 @@ def check_contexts(contexts: Sequence[Context], operation: str, spec: DeviceSpec
     if not isinstance(contexts, (list, tuple)) or not contexts:
         raise DeviceError(f"{operation}: got {short(contexts)} for the devices; expected at least one context. Pass [mx.cpu()].")
     for context in contexts:
-        if not isinstance(context, Context) or context.device_type not in ("cpu", "gpu"):
+        is_known = isinstance(context, Context) and context.device_type in ("cpu", "gpu")
+        if not (is_known and 0 <= context.device_id < _MOST_NUMBERS):  # of others, operations fail, and then all wait forever
             raise DeviceError(f"{operation}: got {short(context)} among the devices; expected mx.cpu(i) or mx.gpu(i). {_FORMS}")
     if len({(context.device_typeid, context.device_id) for context in contexts}) < len(contexts):
         twice = next(context for i, context in enumerate(contexts) if context in contexts[:i])

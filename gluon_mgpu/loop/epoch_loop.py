@@ -12,10 +12,12 @@ from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple
 from ..checkpoint.random_state import random_state, set_random_state
 from ..checkpoint.resume import FitProgress, Row, loader_epoch, num_batches_of, position_of, remaining_batches, set_loader_epoch
 from ..checkpoint.snapshot import SUM, CheckpointData, ProgressRecord, reseed
+from ..checks import short
 from ..data.iterators import batches_of
 from ..data_parallel.step import Batch
 from ..distributed.process import this_process
-from ..nested import Array
+from ..errors import TrainerError
+from ..nested import Array, is_device_array
 from .batch_loop import BatchLoop, EpochOptions, EpochProgress
 from .callbacks import Callback, FitState
 from .metric_sums import DeviceSums
@@ -165,7 +167,15 @@ class Run:
     def position(self) -> Tuple[ProgressRecord, Dict[str, Array]]:
         """Return what a checkpoint needs to resume here: plain values, and sums on their devices. It does not wait."""
         state = self.state
-        own = {name: array for one in self.callbacks for name, array in one.state_arrays(state).items()}
+        own: Dict[str, Array] = {}
+        for one in self.callbacks:
+            arrays = one.state_arrays(state)
+            if not isinstance(arrays, dict) or not all(map(is_device_array, arrays.values())) or own.keys() & arrays:
+                raise TrainerError(
+                    f"{type(one).__name__}.state_arrays: got {short(arrays)} beside {short(list(own))}; expected a dict of MXNet "
+                    "arrays under names that no other callback has. Begin them with the callback's own name."
+                )
+            own.update(arrays)
         if not self._is_in_epoch:
             return asdict(replace(self._epoch_start(), epoch=state.epoch + 1)), own
         examples, seconds = self.start.examples, self.start.seconds

@@ -86,3 +86,7 @@ class Finetune(Callback):
             param.lr_mult = self._lr_mult
             if param.grad_req != grad_req:  # setting it makes new arrays
                 param.grad_req = grad_req
+
+    def on_fit_end(self, state: FitState) -> None:
+        if state.error is None:  # a resumed run that has ended before has begun no epoch
+            self.on_epoch_begin(state)

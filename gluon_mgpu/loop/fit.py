@@ -11,7 +11,7 @@ from mxnet import gluon
 
 from ..checkpoint.resume import find_resumable, has_changed_rate, num_batches_of
 from ..checkpoint.save_and_load import ReadCheckpoint
-from ..checks import instance, short, whole_number
+from ..checks import instance, one_of, short, whole_number
 from ..data.iterators import check_iterable
 from ..data_parallel.batchnorm import set_batch_norm
 from ..data_parallel.compiled import make_passes
@@ -145,6 +145,7 @@ def fit(
     callbacks = _checked_callbacks(callbacks)
     if trace is not None:
         callbacks.append(trace if isinstance(trace, Trace) else Trace(trace))
+    one_of("fit", "bn", bn, (None, "local", "sync"), advice="None keeps the network's layers.")
     if bn == "sync" and compiled == "on":
         raise refusal("fit", "compiled='on'", "synchronised BatchNorm")
     test_loss = getattr(loss, "evaluation", loss)

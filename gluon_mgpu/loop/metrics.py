@@ -155,9 +155,10 @@ def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
             raise TrainerError(
                 f"metrics: got {len(listed)} of which some share a name; expected different names. Pass a dict name -> metric."
             )
-    if "loss" in named:
+    taken = {"loss", "grad_norm"}.intersection(named)
+    if taken:
         raise TrainerError(
-            "metrics: got a metric named 'loss'; expected another name: the loss itself is reported under it. Rename it."
+            f"metrics: got a metric named {taken.pop()!r}; expected another name, as fit() reports its own. Rename it."
         )
     for name, metric in named.items():
         advice = "Pass gluon_mgpu.accuracy, for example; metrics of MXNet take the labels and predict(net, data)."

@@ -67,19 +67,27 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
     passes = Passes(net, _zero, trains=True)
     moved = RunningStats(stats, make_sum("device"), devices)
     reads_own = any(trainer.sharded_data for trainer in trainers)
+    before = [(array, array.copy()) for param in stats for array in param.list_data()]
     item: Any = None
-    for item in batches_of(data_iter):
-        with own_batches(reads_own):
-            Xs, ys = split_f(*as_pair(item, "update_bn"), devices)
-        _, zeros = passes.forward("update_bn", Xs, ys)
-        run_backward(zeros)  # MXNet moves the statistics in it
-        moved.count([(first.context, first.shape[at]) for X in zip(Xs, ys) for _, first, at in leaves_and_axes(X, axis)[:1]])
-    if not any_process(item is not None):
-        raise no_batch("update_bn")
-    mx.nd.waitall()  # a static graph writes them without telling the engine
-    moved.move([], ())
-    for trainer in trainers:
-        trainer.discard()  # the zeros
+    try:
+        for item in batches_of(data_iter):
+            with own_batches(reads_own):
+                Xs, ys = split_f(*as_pair(item, "update_bn"), devices)
+            _, zeros = passes.forward("update_bn", Xs, ys)
+            run_backward(zeros)  # MXNet moves the statistics in it
+            moved.count([(first.context, first.shape[at]) for X in zip(Xs, ys) for _, first, at in leaves_and_axes(X, axis)[:1]])
+        if not any_process(item is not None):
+            raise no_batch("update_bn")
+        mx.nd.waitall()  # a static graph writes them without telling the engine
+        moved.move([], ())
+    except BaseException:
+        mx.nd.waitall()
+        for array, former in before:
+            former.copyto(array)
+        raise
+    finally:
+        for trainer in trainers:
+            trainer.discard()  # the zeros
 
 
 def _zero(output: Any, label: Any) -> Array:

@@ -10,14 +10,14 @@ import numpy as np
 from mxnet import lr_scheduler
 from mxnet import optimizer as opt
 
-from ..checks import instance, is_number, one_of, real_number, reason_of, short
+from ..checks import instance, one_of, real_number, reason_of, short
 from ..errors import TrainerError
 from ..nested import is_device_array
 from ..refusals import refusal
 from ..runtime.mxnet2 import is_mxnet2
 from .layout import Layout
 from .parameters import Params, named_params
-from .update import is_replicable
+from .update import checked_rate, is_replicable
 
 
 def made_optimizer(optimizer: Any, params: Any, trained: Params) -> opt.Optimizer:
@@ -40,7 +40,7 @@ def made_optimizer(optimizer: Any, params: Any, trained: Params) -> opt.Optimize
     instance("Trainer", "lr_scheduler", schedule, (lr_scheduler.LRScheduler, type(None)), what, advice=advice)
     if is_made:
         return optimizer
-    check_rate("Trainer", options.get("learning_rate", 0.0))
+    checked_rate("Trainer", options.get("learning_rate", 0.0))
     by_index = dict(enumerate(named_params(trained).values()))
     try:
         made = opt.create(optimizer, param_dict=by_index, **options)
@@ -60,12 +60,6 @@ def _try_out(optimizer: opt.Optimizer) -> None:
     optimizer.update(0, weight, gradient, optimizer.create_state(0, weight))
     if not math.isfinite(weight.asscalar()):
         raise ValueError("values whose first update is not finite")
-
-
-def check_rate(operation: str, rate: Any) -> None:
-    """Raise `TrainerError` for a learning rate that is no finite number."""
-    if not is_number(rate) or not math.isfinite(rate):
-        raise TrainerError(f"{operation}: got learning_rate={short(rate)}; expected a finite number. Pass 0.1, for example.")
 
 
 def check_options(layout: Layout, compression_params: Any, update_on_kvstore: Any) -> None:

@@ -22,7 +22,7 @@ from .gradients import Gradients, idle_devices, is_too_large
 from .layout import Layout
 from .loss_scaler import LossScaler
 from .optimizer_config import describe, restore_optimizer
-from .options import as_number, batch_size_of, check_clipping, check_options, check_rate, check_virtual, made_optimizer
+from .options import as_number, batch_size_of, check_clipping, check_options, check_virtual, made_optimizer
 from .parameters import Params, gluon_order, has_values, replica_difference, trainers_of
 from .precision import check_precision, precision_of, set_precision
 from .process_sync import ProcessSync
@@ -32,7 +32,7 @@ from .slab import BUCKET_BYTES, Slab
 from .states import TrainerState, check_state, read_states, write_states
 from .sums import Sum, clip, finite_on_each, make_sum, store_type
 from .tree_sum import TreeSum, VirtualShards
-from .update import Update, is_replicable
+from .update import Update, checked_rate, is_replicable
 
 _OF_GLUON = ("_allreduce_grads", "_init_optimizer", "_update")  # that programs for gluon.Trainer override
 
@@ -260,9 +260,7 @@ class Trainer(gluon.Trainer):
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate from the next step on, as `gluon.Trainer` does."""
-        lr = as_number(lr)
-        check_rate("Trainer.set_learning_rate", lr)
-        super().set_learning_rate(lr)
+        super().set_learning_rate(checked_rate("Trainer.set_learning_rate", as_number(lr)))
 
     def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Sum the gradients over the devices and update the weights, equal on all. It does not wait.

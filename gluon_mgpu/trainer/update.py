@@ -12,7 +12,7 @@ import numpy as np
 from mxnet import Context, gluon
 from mxnet import optimizer as opt
 
-from ..checks import short
+from ..checks import is_number, short
 from ..errors import StateError, TrainerError
 from ..nested import Array, is_device_array, leaves, map_leaves
 from ..runtime.c_api import Operator, converted
@@ -30,6 +30,7 @@ _REPLICABLE = (*_ELEMENTWISE, opt.LAMB, opt.AdaGrad, opt.AdaDelta, opt.Ftrl, opt
 # Their states are float32, also of float16 weights.
 _OF_FLOAT32 = (opt.AdaDelta, opt.AdaGrad, opt.Ftrl, opt.RMSProp, opt.contrib.GroupAdaGrad)
 
+_LARGEST_RATE = 3.4e38  # float32
 _KINDS = (type(None), str, list, tuple, dict, np.ndarray)  # of values in states; all others are numbers
 _converted = lru_cache(maxsize=64)(converted)  # slabs and steps often have the same attributes
 State = Any  # an optimizer's state of a parameter: None, an array, or nested tuples of arrays
@@ -87,6 +88,8 @@ class Update:
             attributes = self._attributes(first)
             for operator in operators:
                 operator.run(attributes)
+        if self._calls:
+            checked_rate("Trainer.step", optimizer.learning_rate)
         for context, call in self._calls:
             # MXNet counts updates by device number, which cpu(0) and gpu(0) share; each replica counts the same ones
             counts = dict(before) if self.is_local else self._counts
@@ -140,6 +143,8 @@ class Update:
         """
         optimizer, count = self._optimizer, self._counts[first]
         (rate,), (decay,) = optimizer._get_lrs([first]), optimizer._get_wds([first])
+        if not -_LARGEST_RATE < rate < _LARGEST_RATE:  # of a schedule; a call for each slab and step would cost
+            checked_rate("Trainer.step", rate)
         found: Dict[str, Any] = {"rescale_grad": optimizer.rescale_grad}
         if type(optimizer) is opt.Adam:
             rate *= math.sqrt(1.0 - optimizer.beta2**count) / (1.0 - optimizer.beta1**count)
@@ -234,6 +239,13 @@ def is_replicable(optimizer: opt.Optimizer) -> bool:
     """Return whether an optimizer updates each parameter from its own gradient, state and count alone."""
     is_wrapped = not {"update", "update_multi_precision"}.isdisjoint(vars(optimizer))  # by a program's own function
     return type(optimizer) in _REPLICABLE and not is_wrapped
+
+
+def checked_rate(operation: str, rate: Any) -> float:
+    """Return a learning rate; raise `TrainerError` unless it is a finite number, also as a float32."""
+    if not is_number(rate) or not -_LARGEST_RATE < rate < _LARGEST_RATE:
+        raise TrainerError(f"{operation}: got learning_rate={short(rate)}; expected a finite number. Pass 0.1, for example.")
+    return rate
 
 
 def _check_dtypes(optimizer: opt.Optimizer, params: Sequence[gluon.Parameter]) -> None:

@@ -9,7 +9,7 @@ import mxnet as mx
 import numpy as np
 from mxnet.gluon import nn
 
-from ...checks import real_number, whole_number
+from ...checks import flag, real_number, whole_number
 from ...errors import TrainerError
 from ...nested import Array, is_device_array, map_leaves
 from .array_modes import Dense, Dropout, Embedding, on_legacy_arrays
@@ -93,7 +93,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         for name, size in {**sizes, "embed_size": embed_size, "hidden_size": hidden_size}.items():
             whole_number("Seq2Seq", name, size, advice="256 is usual for the sizes.")
         real_number("Seq2Seq", "dropout", dropout, high=1.0, below=True, advice="0.2 is usual.")
-        if tied and embed_size != hidden_size:
+        if flag("Seq2Seq", "tied", tied) and embed_size != hidden_size:
             raise TrainerError(
                 f"Seq2Seq: got tied=True with embed_size={embed_size} and hidden_size={hidden_size}; expected both equal, as "
                 "one array is embedding and output layer. Pass one number for both."

@@ -33,6 +33,12 @@ REFUSALS: Tuple[Refusal, ...] = (
     Refusal("virtual_shards", "grad_req='add'", _TREE, "Set grad_req='write', and use accumulate()"),
     Refusal("virtual_shards", "accumulated gradients", _TREE, "Call flush() or discard() first"),
     Refusal("virtual_shards", "a loop by hand", "train_batch() cuts batches into virtual shards", "Call train_batch() or fit()"),
+    Refusal(
+        "virtual_shards",
+        "layers that only training reaches",
+        "their first gradients would be lost",
+        "Give those whose shapes are open in_units or in_channels",
+    ),
     Refusal("virtual_shards", "a split of your own", "virtual shards have equal sizes", "Pass split_batch without weights"),
     Refusal("virtual_shards", "synchronised BatchNorm", "each virtual shard is normalised by itself", _AVERAGED),
     Refusal("LocalSGD", "several processes", "it averages the devices of one process", "Use a Trainer"),

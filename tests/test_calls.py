@@ -70,6 +70,15 @@ def test_a_compiled_step_of_many_parameters():
     assert compiled(2, num_params=500) <= 1.1 * compiled(2)
 
 
+def test_an_average_of_many_parameters():
+    def average(num_params):
+        net, X, y = world(2, num_params)
+        step = mgpu.compile_step(net, LOSS, mgpu.LocalSGD(net, "adam", every=1))
+        return calls_of(lambda: step(X, y))
+
+    assert average(500) <= 1.1 * average(62)
+
+
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_a_recorded_step_beside_gluons_split_and_passes(num_devices):
     net, X, y = world(num_devices)

@@ -5,7 +5,6 @@ import logging
 import multiprocessing
 import operator
 import os
-import re
 import threading
 import weakref
 from contextlib import nullcontext
@@ -101,26 +100,6 @@ def test_a_late_error_of_the_data_is_no_reason_not_to_compile(compiled):
 def test_the_bits_are_those_of_recorded_passes(num_devices, options, arrays):
     """Also Dropout's masks, running statistics, shards of any sizes, and shapes that the first batch decides."""
     assert_same_bits(trained("on", num_devices, **options), trained("off", num_devices, **options))
-
-
-def test_mxnet_may_compute_activations_again(monkeypatch):
-    """Then the bits stay, and a graph takes less memory."""
-    found = []
-    for way in ("0", "1"):
-        monkeypatch.setenv("MXNET_BACKWARD_DO_MIRROR", way)
-        mx.random.seed(1)
-        net = nn.HybridSequential()
-        for _ in range(6):
-            net.add(nn.Dense(64, in_units=64), nn.Activation("tanh"), nn.Activation("sigmoid"))
-        net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
-        step = mgpu.compile_step(net, gluon.loss.L2Loss(), mgpu.Trainer(net, "sgd", {"learning_rate": 1.0}))
-        step(np.ones((8192, 64), "float32"), np.ones((8192, 64), "float32"))
-        ((executor, _),) = step.passes._bound.values()
-        taken = re.search(r"Total (\d+) MB allocated", executor._bound.debug_str())
-        found.append(([param.data(mx.cpu(1)).asnumpy() for param in net.collect_params().values()], int(taken[1])))
-    (plain, most), (again, less) = found
-    assert_same_bits(plain, again)
-    assert less < most
 
 
 def set_weights(i, net, trainer):
@@ -285,6 +264,11 @@ class Growing(gluon.loss.L2Loss):
         return output.sum(axis=1) * self.calls
 
 
+class Calling(gluon.loss.L2Loss):
+    def __call__(self, output, y):
+        return output.sum(axis=1)
+
+
 def scaling():
     net = Scaling()
     net.add(nn.Dense(3, in_units=36))
@@ -326,6 +310,7 @@ CANNOT = [
     (scaling, LOSS, "a __call__() of its own"),
     (with_weight_drop, LOSS, "a data() of its own"),
     (dense, Growing(), "a forward() of its own"),
+    (dense, Calling(), "a __call__() of its own"),
 ]
 
 
@@ -391,6 +376,48 @@ def test_python_that_asks_for_training_is_traced_for_training(in_units):
     expected = train("by hand")
     for way in ("off", "on", "fit"):
         assert_same_bits(train(way), expected)
+
+
+def test_python_that_asks_for_training_is_traced_for_predicting():
+    net = Asking(36)
+    net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
+    X, _ = batches()[0]
+    expected = net(mx.nd.array(X)).asnumpy()
+    np.testing.assert_array_equal(expected.argmax(axis=1), mgpu.predict(net, [X], compiled="on").argmax(axis=1))
+    np.testing.assert_allclose(mgpu.predict(net, [X], compiled="on"), expected, rtol=1e-5)
+
+
+class Heads(nn.HybridBlock):
+    """Has a head that only training reaches, and layers that are called in another order than their graph has."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.side, self.head = nn.Dense(4), nn.Dense(4), nn.Dense(3)
+
+    def hybrid_forward(self, F, x):
+        body = self.body(x)
+        both = self.side(x) + body
+        return self.head(both) if autograd.is_training() else both
+
+
+@pytest.mark.parametrize("way", ["off", "on"])
+def test_shapes_are_decided_as_by_a_recorded_call(way):
+    """Also the order in which weights are drawn: a hybridized network draws in that of its graph."""
+    found = []
+    for by_hand in (True, False):
+        mx.random.seed(2)
+        net, ctx = Heads(), [mx.cpu(0), mx.cpu(1)]
+        net.initialize(ctx=ctx)
+        net.hybridize()
+        X, y = batches()[0]
+        trainer = None if by_hand else mgpu.Trainer(net, "sgd", {"learning_rate": 0.0})
+        if trainer is None:
+            with autograd.record():
+                net(mx.nd.array(X))
+        else:
+            mgpu.compile_step(net, LOSS, trainer, compiled=way)(X, y)
+        found.append([param.data(mx.cpu(0)).asnumpy() for param in net.collect_params().values()])
+    assert_same_bits(*found)
 
 
 def test_a_loss_that_is_hybridized_again_is_traced_again():
@@ -685,7 +712,7 @@ class Mean(gluon.loss.L2Loss):
         return output.mean()
 
 
-def test_a_batch_without_labels_and_a_frozen_network_are_named():
+def test_a_batch_without_labels_is_named():
     """The executor ended in a KeyError of the label's name."""
     net = nn.HybridSequential()
     net.add(nn.Dense(2, in_units=1))
@@ -695,9 +722,6 @@ def test_a_batch_without_labels_and_a_frozen_network_are_named():
     step(X, np.zeros(2, "float32"))
     with pytest.raises(StepError, match="compile_step: got .* for shard 0"):
         step(X, None)
-    net.collect_params().setattr("grad_req", "null")
-    with pytest.raises(TrainerError, match="all of its parameters are frozen"):
-        step(X, np.zeros(2, "float32"))
 
 
 def test_networks_of_one_trainer_may_leave_their_shapes_to_their_first_batches():

@@ -324,8 +324,9 @@ def test_python_that_asks_for_training_is_traced_for_training(hybridized, is_gra
         return net
 
     alone, _ = trained(build())
-    model = mgpu.Pipeline(mgpu.split_stages(build(), 2, batches()[0][0], balance="bytes"), contexts(2))
-    assert largest_difference(trained(model)[0], alone) == 0
+    for balance in ("bytes", "time"):
+        model = mgpu.Pipeline(mgpu.split_stages(build(), 2, batches()[0][0], balance=balance), contexts(2))
+        assert largest_difference(trained(model)[0], alone) == 0
 
 
 def test_a_call_in_python_is_no_graph():

@@ -23,7 +23,7 @@ from ..trainer.trainer import Trainer
 from .batchnorm import is_synchronised
 from .executors import Executor
 from .graph import Graph, NotCompilableError, inputs_of, nesting_of, reasons_against, trace
-from .passes import Passes, decide_shapes, raise_named
+from .passes import Passes, decide_shapes, forgetting_graphs, raise_named
 from .plan import form_of
 
 MODES = ("auto", "on", "off")
@@ -72,7 +72,6 @@ class CompiledPasses(Passes):
         self._bound: OrderedDict[Hashable, List[Executor]] = OrderedDict()  # by the forms of the shards
         self._owners: Dict[Context, Executor] = {}  # bound for the largest shape, never run: the others use its memory
         self._queued: List[Executor] = []
-        self._flags = getattr(loss, "_flags", None)  # hybridize() makes a new list
 
     def is_of(self, net: gluon.Block, loss: Any, mode: str) -> bool:
         """Return whether these are the passes of this network and loss, in this mode."""
@@ -98,7 +97,8 @@ class CompiledPasses(Passes):
             except NotCompilableError as error:
                 reason = str(error)
                 if self._mode == "on":  # raises StepError if the data are to blame
-                    Passes(self._net, self._loss, trains=False).forward(operation, Xs, ys)
+                    with forgetting_graphs(self._net):
+                        Passes(self._net, self._loss, trains=False).forward(operation, Xs, ys)
         if self._mode == "on" and is_synchronised(self._net):
             raise refusal(operation, "compiled='on'", "synchronised BatchNorm")
         if self._mode == "on":
@@ -154,8 +154,6 @@ class CompiledPasses(Passes):
     def _bind(self, Xs: Sequence[Any], ys: Sequence[Any]) -> List[Executor]:
         """Return an executor for each shard."""
         shards = [(self._graph(X, y), inputs_of(self._net, X, y)) for X, y in zip(Xs, ys)]
-        if shards and self._trains and all(param.grad_req == "null" for param in self._params.values()):
-            raise NotCompilableError("all of its parameters are frozen")
         contexts = [inputs[0].context for _, inputs in shards]
         if len(set(contexts)) < len(contexts):
             raise NotCompilableError(f"several shards are on one device: {contexts}")
@@ -186,30 +184,27 @@ class CompiledPasses(Passes):
 
     def _follow(self) -> None:
         """Trace or bind again what has changed since the latest passes."""
-        (versions, arrays), (former_versions, former_arrays) = self._look(), self._seen
-        if versions == former_versions and not any(map(is_not, arrays, former_arrays)):
+        (versions, things), (former_versions, former_things) = self._look(), self._seen
+        if versions == former_versions and not any(map(is_not, things, former_things)):
             return
-        if versions[1:] != former_versions[1:]:
-            self._graphs.clear()
-            self._set_reason(next(reasons_against(self._net, self._loss, traced_once=self._mode == "on"), ""))
+        self._graphs.clear()
+        self._set_reason(next(reasons_against(self._net, self._loss, traced_once=self._mode == "on"), ""))
         self._forget()
         self._owners.clear()
         self._note()
 
     def _look(self) -> Tuple[Tuple[Any, ...], List[Any]]:
-        """Return the version of the parameters with what of the network its graphs depend on; and the arrays of the others."""
+        """Return what graphs and executors depend on: values that are equal, and things that are the same, while they stay."""
         net = self._net
-        attributes = vars(net)
         # hybridize(), cast(), set_precision() and new layers empty the graph; a program may replace forward()
-        is_empty = bool(self._graphs) and attributes.get("_cached_graph") == ()
-        is_empty = is_empty or getattr(self._loss, "_flags", None) is not self._flags
+        is_empty = bool(self._graphs) and vars(net).get("_cached_graph") == ()
         hooks = len(net._forward_hooks), len(net._forward_pre_hooks)
         looked_at = MOVES.count if self._trainer is None else self._trainer.gradients.version
-        versions = looked_at, is_empty, attributes.get("_active"), "forward" in attributes, hooks, is_synchronised(net)
-        return versions, [*map(_DATA, self._others), *map(_GRAD, self._others), *map(_REQ, self._others)]
+        versions = looked_at, is_empty, vars(net).get("_active"), "forward" in vars(net), hooks, is_synchronised(net)
+        flags = getattr(self._loss, "_flags", None)  # hybridize() makes a new list
+        return versions, [flags, *map(_DATA, self._others), *map(_GRAD, self._others), *map(_REQ, self._others)]
 
     def _note(self) -> None:
-        self._flags = getattr(self._loss, "_flags", None)
         self.draws = any(graph.draws for graph in self._graphs.values()) if self._graphs else None
         self._params = {id(param): param for graph in self._graphs.values() for param in graph.params.values()}
         looked_at = set() if self._trainer is None else set(map(id, self._trainer.params))

@@ -108,9 +108,9 @@ def trace(net: gluon.Block, loss: Any, X: Any, y: Any) -> Graph:
         Tracing failed.
     """
     is_legacy = hasattr(net, "graph_inputs")
-    own = [name for name in ("__call__", "forward") if getattr(type(net), name) is not getattr(gluon.HybridBlock, name)]
+    own = own_method(net)
     if own and not (is_legacy or isinstance(net, gluon.SymbolBlock)):
-        raise NotCompilableError(f"it has a {own[0]}() of its own, in Python")
+        raise NotCompilableError(f"it has a {own}() of its own, in Python")
     with mx.util.np_array(mx.util.is_np_array() and not is_legacy):
         try:
             return _traced(net, loss, _arguments(net, X), y, is_legacy)
@@ -118,6 +118,12 @@ def trace(net: gluon.Block, loss: Any, X: Any, y: Any) -> Graph:
             raise
         except (mx.MXNetError, AssertionError, NotImplementedError, *OF_WRONG_DATA) as error:
             raise NotCompilableError(f"tracing failed: {reason_of(error)}") from error
+
+
+def own_method(block: gluon.Block) -> str:
+    """Return the name of a method that a block has in the place of Gluon's, which runs its graph, "" if there is none."""
+    names = ("__call__", "forward")
+    return next((name for name in names if getattr(type(block), name) is not getattr(gluon.HybridBlock, name)), "")
 
 
 def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: bool) -> Graph:
@@ -217,10 +223,9 @@ def reasons_against(net: Any, loss: Any, *, traced_once: bool) -> Iterator[str]:
         makes_graph = hasattr(block, "graph_inputs") or hasattr(block, "graph")
         if not makes_graph and not isinstance(block, gluon.HybridBlock):
             yield f"{what} is a {type(block).__name__}, not a HybridBlock"
-        has_forward = type(block).forward is not gluon.HybridBlock.forward
         is_known = what == "the loss" and (hasattr(block, "graph") or type(block).__module__ == gluon.loss.__name__)
-        if not (makes_graph or is_known) and has_forward:
-            yield f"{what} has a forward() of its own, in Python"
+        if not (makes_graph or is_known) and own_method(block):
+            yield f"{what} has a {own_method(block)}() of its own, in Python"
         if not (traced_once or getattr(block, "_active", False) or is_known):
             yield f"{what} is not hybridized"
     for block in [one for _, part in parts for one in blocks_of(part)]:  # what of one block needs Python in each call

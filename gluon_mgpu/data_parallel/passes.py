@@ -7,6 +7,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Iterator, List, NoReturn, Optional, Sequence, Tuple
 
+import mxnet as mx
 from mxnet import MXNetError, autograd, gluon
 
 from ..checks import OF_WRONG_DATA, explaining, is_of_mxnet, reason_of, short
@@ -18,6 +19,7 @@ from ..trainer.parameters import blocks_of
 from ..trainer.running_stats import note_losses
 from ..trainer.trainer import Trainer
 from .batchnorm import run_shards
+from .graph import own_method, symbols_of
 
 
 class Passes:
@@ -84,21 +86,22 @@ class Passes:
 
 
 @contextmanager
-def layer_by_layer(net: gluon.Block) -> Iterator[None]:
-    """Run a network without its graphs: a hybridized one keeps the graph of its first call, also if that was a prediction."""
-    active = [(block, block._cached_graph) for block in blocks_of(net) if getattr(block, "_active", False)]
-    for block, _ in active:
-        block._active = False
+def forgetting_graphs(net: gluon.Block) -> Iterator[None]:
+    """Let a network make no graph that stays: Gluon keeps that of the first call, also if it was a prediction."""
+    new = [one for one in blocks_of(net) if isinstance(one, gluon.HybridBlock) and not one._cached_graph]
     try:
         yield
     finally:
-        for block, graph in active:
-            block._active, block._cached_graph = True, graph
+        mx.nd.waitall()  # their operations must not be deleted while they run
+        for block in new:
+            block._clear_cached_op()
 
 
 def decide_shapes(operation: str, net: gluon.Block, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
     """Let the first shard decide the shapes of parameters that layers leave open."""
-    with layer_by_layer(net):
+    with forgetting_graphs(net):
+        if getattr(net, "_active", False) and not own_method(net):
+            symbols_of(net, Xs[:1])  # a graph of all that training reaches, which the prediction then uses
         Passes(net, None, trains=False).forward(operation, Xs[:1], ys[:1])
 
 

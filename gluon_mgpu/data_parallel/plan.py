@@ -57,8 +57,6 @@ def form_of(data: Any) -> Optional[Hashable]:
     if is_device_array(data):
         context = data.context
         return type(data), data.shape, data.dtype, context.device_typeid, context.device_id  # the type tells of sparse ones
-    if data is None:
-        return ()
     parts = []
     for path, leaf in leaves(data):
         form = form_of(leaf) if isinstance(leaf, (np.ndarray, mx.nd.NDArray)) else None

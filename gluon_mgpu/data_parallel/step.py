@@ -132,13 +132,15 @@ def compile_step(
 
     A compiled pass takes two calls of MXNet's C interface for each device, whatever the number of layers. So the host can keep
     more devices busy. Weights, running statistics and random numbers are those of `train_batch` with a network hybridized with
-    `static_alloc=True, static_shape=True`, bit for bit. Weights may be set, loaded, frozen and thawed between steps. A loop by
-    hand with this trainer calls `mgpu.backward`, or `trainer.discard()` before it: compiled steps look at no flag of a gradient.
+    `static_alloc=True, static_shape=True`, bit for bit; up to rounding if one output is computed from another. Weights may be
+    set, loaded, frozen and thawed between steps. A loop by hand with this trainer calls `mgpu.backward`, or `trainer.discard()`
+    before it: compiled steps look at no flag of a gradient.
 
     Parameters
     ----------
     net : gluon.HybridBlock
-        Hybridized or not. Its Python code runs once for each form of data, as with `hybridize()`.
+        Hybridized or not. Its Python code runs once for each form of data, as with `hybridize()`: the first trace is kept, for
+        training and for prediction.
     loss : gluon.HybridBlock
         A loss of `gluon.loss`, for example.
     trainer, split_f, ignore_stale_grad, micro_steps

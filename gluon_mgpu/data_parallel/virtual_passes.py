@@ -66,7 +66,7 @@ class VirtualPasses(Passes):
         tree, contexts = trainer.tree, trainer.contexts
         assert tree is not None, "the trainer has virtual shards"
         virtual = tree.virtual
-        buffers = trainer.gradients.current_slabs()
+        buffers, shapeless = trainer.gradients.current_slabs(), [one for one in trainer.params if one._data is None]
         gradients = tree.begin(buffers)
         stats = self._stats_of(contexts, buffers)
         if not Xs:
@@ -88,6 +88,8 @@ class VirtualPasses(Passes):
                 with autograd.pause():
                     moved = stats[replica].take(loss.shape[0] if loss.shape else 1)
                 tree.add(first + place, replica, gradients[replica] + moved)
+        if any(one._data is not None for one in shapeless):
+            raise refusal(operation, "virtual_shards", "layers that only training reaches")
         if len(Xs) > len(contexts):
             note_parts(trainer.gradients)
         with autograd.pause():

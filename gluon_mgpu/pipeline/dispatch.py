@@ -15,8 +15,9 @@ from ..data_parallel.batchnorm import is_synchronised
 from ..data_parallel.graph import draws_numbers
 from ..data_parallel.passes import Passes, raise_named
 from ..data_parallel.sharding import count_examples, split_data
+from ..devices.transfer import as_in_context
 from ..errors import ShardError
-from ..nested import Array, is_device_array, is_float, leaves, map_leaves
+from ..nested import Array, is_float, leaves, map_leaves
 from ..refusals import refusal
 from ..runtime.c_api import unallocated
 from ..runtime.device_threads import in_own_thread
@@ -161,7 +162,7 @@ class PipelinePasses(Passes):
                 sizes = [count_examples(operation, part, label_axis) if is_divided else 0 for part in labels]
                 self._divided.append((replica, sizes))
                 for device, part in zip(pipeline.devices[replica][-num_parts:], labels):
-                    arranged.append((one, map_leaves(partial(_moved, device), part)))
+                    arranged.append((one, as_in_context(part, device)))
         return [one for one, _ in arranged], [part for _, part in arranged]
 
     def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any = None) -> Tuple[List[Any], List[Array]]:
@@ -393,7 +394,3 @@ def _differentiate(heads: Sequence[Tuple[Array, Optional[Array]]]) -> None:
         if len(rest) == len(heads):
             raise
         _differentiate(rest)
-
-
-def _moved(device: Context, _: str, leaf: Any) -> Any:
-    return leaf.as_in_context(device) if is_device_array(leaf) else leaf

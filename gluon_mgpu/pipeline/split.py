@@ -14,7 +14,7 @@ from mxnet import autograd, gluon
 
 from ..checks import explaining, instance, one_of, short, whole_number
 from ..data_parallel.graph import NotCompilableError, trace
-from ..data_parallel.passes import layer_by_layer
+from ..data_parallel.passes import forgetting_graphs
 from ..data_parallel.sharding import split_and_load
 from ..distributed import group, own_batches
 from ..errors import TrainerError
@@ -36,6 +36,8 @@ def split_stages(
     Sequential, HybridSequential      between two of its layers; containers in it are opened
     any other HybridBlock             anywhere in its graph: skip connections may go over several stages
     ```
+
+    Such a graph is traced once, for training, and runs in predictions, too, as that of a hybridized network.
 
     In a job of several processes all of them call it, and use what process 0 measures.
 
@@ -72,15 +74,13 @@ def split_stages(
         (X,) = split_and_load(sample, devices_of(net)[:1])
     expected, advice = "features of one micro-batch", "Pass X of a batch."
     refused = explaining("split_stages", "a sample that the network does not accept", expected, advice=advice)
-    with refused, autograd.pause(train_mode=False), layer_by_layer(net):
+    with refused, autograd.pause(train_mode=False), forgetting_graphs(net):
         net(X)  # the first batch decides shapes
     layers = _layers(net)
     if not own and (len(layers) > 1 or type(net) in _CONTAINERS):
         _check_number(num_stages, len(layers), "layers")
         return _stages_of_layers(net, layers, num_stages, X, balance)
     try:
-        if not isinstance(net, gluon.HybridBlock):
-            raise NotCompilableError("it is not a HybridBlock")
         with autograd.record():
             graph = trace(net, None, X, None)
     except NotCompilableError as error:
@@ -199,7 +199,8 @@ def _costs(pieces: Stages, X: Any, balance: str) -> List[float]:
     for number, piece in enumerate(pieces):
         sources = pieces.sources(number, outputs)
         inputs = [outputs[producer][at].detach() for producer, at in sources]
-        outputs[number], seconds = _timed(piece, inputs, piece.gradients_for(sources))
+        with forgetting_graphs(piece.block):
+            outputs[number], seconds = _timed(piece, inputs, piece.gradients_for(sources))
         costs.append(seconds)
     processes = group()
     if processes is None:

@@ -102,8 +102,6 @@ class Gradients:
         self._sums: Dict[Union[Bucket, Tuple[int, ...]], List[Array]] = {}  # of counted passes, one per replica
         self._reached: Set[int] = set()  # parameters that counted passes have written
         self._own: List[Tuple[Array, Array]] = []  # gradients that hold a sum over devices, each with a copy of the device's own
-        self._latest: Optional[_Written] = None
-        self._marked: _Marked
         self._doubt = ""  # what makes the gradients ambiguous
         self._is_lost = False  # whether the latest pass has written into former arrays
         self._is_behind = False  # whether a flag may be older than the latest compiled step
@@ -112,6 +110,25 @@ class Gradients:
             one._is_full = False
             self._is_behind = self._is_behind or (one._is_behind and one.shares(self))
         _all.append(ref(self, _all.remove))
+
+    def _watch(self) -> None:
+        """Find the parameters that have gradients now."""
+        params, contexts_of = self._layout.params, self._layout.contexts_of
+        found = [
+            i for i, param in enumerate(params) if param.grad_req != "null" and len(param._grad or []) == len(contexts_of[i])
+        ]
+        self._seen, self.version = list(map(_GRAD, params)), (MOVES.count, self._layout.version)
+        self._reqs = [param.grad_req for param in params]
+        self._entries = [(index, replica) for index in found for replica in range(len(contexts_of[index]))]
+        self._indices = np.array([index for index, _ in self._entries], dtype=int)
+        self._contexts = [context for index in found for context in contexts_of[index]]
+        self._flags = Flags([weight for index in found for weight in params[index]._data])
+        self._running_indices = {index for index in found if params[index].grad_req == "add" and params[index] not in _adding}
+        self._all = np.ones(len(self._entries), dtype=bool)
+        self._running = np.array([index in self._running_indices for index, _ in self._entries], dtype=bool)
+        self._latest: Optional[_Written] = None
+        self._marked: _Marked = _Marked({}, [], self._running, self._running)
+        self._is_full = False  # whether passes have written all, so that no flag must be read
 
     # Steps
 
@@ -464,25 +481,6 @@ class Gradients:
     def shares(self, other: Gradients) -> bool:
         """Return whether two networks have a parameter in common."""
         return not set(map(id, self._layout.params)).isdisjoint(map(id, other._layout.params))
-
-    def _watch(self) -> None:
-        """Find the parameters that have gradients now."""
-        params, contexts_of = self._layout.params, self._layout.contexts_of
-        found = [
-            i for i, param in enumerate(params) if param.grad_req != "null" and len(param._grad or []) == len(contexts_of[i])
-        ]
-        self._seen, self.version = list(map(_GRAD, params)), (MOVES.count, self._layout.version)
-        self._reqs = [param.grad_req for param in params]
-        self._entries = [(index, replica) for index in found for replica in range(len(contexts_of[index]))]
-        self._indices = np.array([index for index, _ in self._entries], dtype=int)
-        self._contexts = [context for index in found for context in contexts_of[index]]
-        self._flags = Flags([weight for index in found for weight in params[index]._data])
-        self._running_indices = {index for index in found if params[index].grad_req == "add" and params[index] not in _adding}
-        self._all = np.ones(len(self._entries), dtype=bool)
-        self._running = np.array([index in self._running_indices for index, _ in self._entries], dtype=bool)
-        self._latest = None
-        self._marked = _Marked({}, [], self._running, self._running)
-        self._is_full = False  # whether passes have written all, so that no flag must be read
 
     def _follow(self, *, looks: bool = True) -> bool:
         """Watch again if parameters were moved, frozen, unfrozen or initialised.

@@ -119,6 +119,7 @@ class LocalSGD(Trainer):
         super().restore(state, learning_rate=learning_rate)
 
     def _reduce(self, slabs: List[Slab]) -> None:
+        whole_number("LocalSGD", "every", self.every, advice="16 is usual.")  # a program may set it
         if getattr(self, "_amp_loss_scaler", None) is not None or self.loss_scaler is not None:
             raise refusal("LocalSGD.step", "LocalSGD", "a loss scaler")
 

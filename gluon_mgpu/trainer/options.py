@@ -23,8 +23,7 @@ from .update import checked_rate, is_replicable
 def made_optimizer(optimizer: Any, params: Any, trained: Params) -> opt.Optimizer:
     """Return the optimizer of a name and its options, or itself; raise `TrainerError` for what MXNet does not know."""
     known = sorted({*opt.Optimizer.opt_registry} - {"test"})  # MXNet's own tests use that
-    what = "a name or an mxnet.optimizer.Optimizer"
-    instance("Trainer", "optimizer", optimizer, (str, opt.Optimizer), what, advice="Pass 'sgd'.")
+    instance("Trainer", "optimizer", optimizer, (str, opt.Optimizer), "a name or an MXNet optimizer", advice="Pass 'sgd'.")
     is_made = isinstance(optimizer, opt.Optimizer)
     if not is_made:
         one_of("Trainer", "optimizer", optimizer.lower(), known, advice="Or pass an mxnet.optimizer.Optimizer.")

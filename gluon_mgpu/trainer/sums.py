@@ -31,7 +31,7 @@ class Sum:
         raise NotImplementedError
 
     def share(self, slabs: List[Slab]) -> None:
-        """Copy the weights of these slabs from their owners to the other devices. In a job, no slab has an owner."""
+        """Copy the weights of these slabs from their owners to the other devices: nothing, where no slab has an owner."""
 
     def hold(self) -> bool:
         """Keep the sum of the latest pass for an update of several; return whether it did, or each device adds up its own."""

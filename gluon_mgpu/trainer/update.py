@@ -102,8 +102,12 @@ class Update:
 
     def arrays(self) -> List[List[Array]]:
         """Return the arrays of the optimizer's states, one list per state with one array per replica."""
-        states = [leaves(sorted(updater.states.items())) for updater in self.updaters.values()]
-        held = [[array for _, array in own if is_device_array(array)] for own in states]
+        held: List[List[Array]] = []
+        together = {index for slab, _ in self._joint for index in slab.indices}
+        for replica, updater in enumerate(self.updaters.values()):
+            own = [state for index, state in sorted(updater.states.items()) if index not in together]
+            own += [state for (_, where), state in self._joint.items() if where == replica]
+            held.append([array for _, array in leaves(own) if is_device_array(array)])
         return [list(arrays) for arrays in zip(*held)]
 
     def states(self) -> Dict[int, State]:

@@ -13,11 +13,10 @@ from ..checkpoint.resume import loader_epoch, set_loader_epoch
 from ..checkpoint.save_and_load import remember
 from ..checks import instance, real_number, whole_number
 from ..data.iterators import as_pair, batches_of, check_iterable, no_batch
-from ..data_parallel.passes import layer_by_layer
+from ..data_parallel.passes import decide_shapes
 from ..data_parallel.sharding import SplitFunction, split_batch
 from ..data_parallel.step import Batch, check_network, train_batch
 from ..distributed import group
-from ..loop.evaluate import eval_batch
 from ..plots import figure, save
 from ..refusals import refusal
 from ..trainer.parameters import devices_of, has_values
@@ -161,8 +160,8 @@ class LearningRateFinder:
         """Let the first batch decide shapes that layers do not specify, so that the weights can be remembered."""
         if not has_values(self._net):
             epoch = loader_epoch(train_iter)
-            with layer_by_layer(self._net):
-                eval_batch(self._net, *next(_endless(train_iter)), devices_of(self._net), split_f=self._split_f)
+            shards = self._split_f(*next(_endless(train_iter)), devices_of(self._net))
+            decide_shapes("LearningRateFinder", self._net, *shards)
             set_loader_epoch(train_iter, epoch)
         self._trainer.resolve_shapes()
 

@@ -32,6 +32,11 @@ def is_float(array: Array) -> bool:
     return np.dtype(array.dtype).kind not in "iub"
 
 
+def joinable(array: Array) -> Array:
+    """Return an MXNet array that `concat` takes: of bool, one of uint8."""
+    return array.astype("uint8") if array.dtype == np.bool_ else array
+
+
 def is_leaf(value: Any) -> bool:
     """Return whether this is one array: of MXNet, of NumPy, or plain numbers that Gluon would turn into an array."""
     if is_device_array(value) or isinstance(value, (np.ndarray, np.generic, numbers.Number)):

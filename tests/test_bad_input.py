@@ -18,6 +18,7 @@ from .conftest import largest_difference, small_batches, small_net, weights_of
 CTX = [mx.cpu(0), mx.cpu(1)]
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 X, Y = small_batches([6])[0]
+ITERATOR = mx.io.NDArrayIter(X, Y, 3)
 
 
 class World:
@@ -90,6 +91,8 @@ WRONG = {
     "shards that the network does not take": lambda w: mgpu.data_parallel.forward_shards(w.net, [mx.nd.ones((2, 3))]),
     "losses that were not recorded": lambda w: mgpu.backward([mx.nd.ones((2,))]),
     "nested data without an end": lambda w: mgpu.data_parallel.split_data(endless(), 2),
+    "one iterator for two things at once": lambda w: w.fit(ITERATOR, test_iter=ITERATOR, evaluate_every=1),
+    "a checkpoint without a layer of the loss": lambda w: mgpu.save_checkpoint(w.folder, w.net[0], w.trainer),
     "a metric with a name that fit uses": lambda w: w.fit(metrics={"grad_norm": mgpu.accuracy}),
     "a choice that is an array": lambda w: w.fit(bn=np.array(["local", "sync"])),
     "a number of a device below zero": lambda w: mgpu.split_and_load(X, [mx.cpu(-1)]),

@@ -38,8 +38,6 @@ class Weights(mgpu.Callback):
 
 
 class Holding(mgpu.Callback):
-    """Has its own arrays in checkpoints."""
-
     def __init__(self, arrays):
         self.arrays = arrays
 
@@ -425,10 +423,7 @@ def test_a_loss_that_is_not_finite_replaces_no_checkpoint(tmp_path):
     assert all(np.isfinite(param.data().asnumpy()).all() for param in net.collect_params().values())
 
 
-ONE = mx.nd.ones((1,))
-
-
-@pytest.mark.parametrize("held", [[None], [[1]], [{"a": np.ones(1)}], [{"a": ONE}, {"a": ONE}]])
+@pytest.mark.parametrize("held", [[None], [[1]], [{"a": np.ones(1)}], [{"a": mx.nd.ones((1,))}] * 2])
 def test_arrays_of_callbacks_are_told_apart(tmp_path, held):
     net = nn.Dense(1, in_units=1)
     net.initialize()

@@ -420,23 +420,40 @@ def test_shapes_are_decided_as_by_a_recorded_call(way):
     assert_same_bits(*found)
 
 
-def test_a_loss_that_is_hybridized_again_is_traced_again():
+@pytest.mark.parametrize("between", [None, "predict", "call"])
+@pytest.mark.parametrize("what", ["network", "loss"])
+def test_what_is_hybridized_again_is_traced_again(what, between):
+    """Also if another pass has traced it since."""
+
+    class Scaled(nn.HybridSequential):
+        scale = 1.0
+
+        def hybrid_forward(self, F, x):
+            return super().hybrid_forward(F, x) * self.scale
+
     class Annealed(gluon.loss.Loss):
-        weight = 1.0
+        scale = 1.0
 
         def hybrid_forward(self, F, output, y):
-            return F.square(output).mean(axis=1) * self.weight
+            return F.square(output).mean(axis=1) * self.scale
 
-    net, loss = dense(), Annealed(None, 0)
+    net, loss = Scaled(), Annealed(None, 0)
+    net.add(nn.Dense(3, in_units=36))
     net.initialize(ctx=mx.cpu(0))
+    net.hybridize()
     loss.hybridize()
     step = mgpu.compile_step(net, loss, mgpu.Trainer(net, "sgd", {"learning_rate": 0.0}))
     X, y = batches()[0]
     first = step(X, y).losses[0].asnumpy()
-    loss.weight = 2.0
+    changed, factor = (net, 4) if what == "network" else (loss, 2)
+    changed.scale = 2.0
     assert_same_bits([step(X, y).losses[0].asnumpy()], [first])
-    loss.hybridize()
-    assert_same_bits([step(X, y).losses[0].asnumpy()], [2 * first])
+    changed.hybridize()
+    if between == "predict":
+        mgpu.predict(net, [X])
+    elif between == "call":
+        net(mx.nd.array(X))
+    assert_same_bits([step(X, y).losses[0].asnumpy()], [factor * first])
 
 
 @pytest.mark.parametrize("compiled", ["on", "auto"])

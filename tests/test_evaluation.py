@@ -99,3 +99,24 @@ def test_an_iterator_may_write_each_batch_into_the_arrays_of_the_one_before(num_
     weight, bias = net.weight.data(ctx[0]).asnumpy(), net.bias.data(ctx[0]).asnumpy()
     right = ((features @ weight.T + bias).argmax(axis=2) == labels).mean()
     assert mgpu.evaluate_accuracy_gpus(net, recycling()) == pytest.approx(right)
+
+
+def test_labels_may_be_bool(devices, arrays):
+    net = linear_net(devices)
+    (X, y), *_ = make_batches()
+    batches = [(X, y == 1)] * 3
+    expected = np.mean(in_numpy(net, X).argmax(axis=1) == (y == 1))
+    assert mgpu.evaluate_accuracy_gpus(net, batches) == pytest.approx(expected)
+    assert mgpu.gather(mgpu.split_batch(*batches[0], devices)[1], mx.cpu(0)).asnumpy().tolist() == (y == 1).tolist()
+
+
+def test_a_map_of_classes_has_batches_of_several_sizes(devices):
+    """An executor of another shape has an output in a layout of oneDNN's, in memory that executors share."""
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(8, 3, padding=1, in_channels=3, activation="relu"), nn.Conv2D(4, 1, in_channels=8))
+    net.initialize(mx.init.Xavier(), ctx=devices)
+    data = [(np.random.rand(n, 3, 16, 16).astype("float32"), np.random.randint(0, 4, (n, 16, 16))) for n in (6, 6, 2)]
+    expected = mgpu.evaluate_accuracy_gpus(net, data)
+    net.hybridize()
+    assert mgpu.evaluate_accuracy_gpus(net, data) == pytest.approx(expected, abs=0.01)
+    mx.nd.waitall()

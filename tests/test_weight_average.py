@@ -243,6 +243,34 @@ def test_update_bn_rejects_gradients_that_it_would_lose():
         mgpu.update_bn(net, DATA)
 
 
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_update_bn_moves_as_training_does(num_devices):
+    """Also with fewer examples than devices, and beside an output of whole numbers."""
+
+    class Pair(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm(in_channels=2)
+
+        def hybrid_forward(self, F, x):
+            y = self.bn(x)
+            return y, F.argmax(y, axis=1).astype("int32")
+
+    def mean(how):
+        net = Pair()
+        net.initialize(ctx=[mx.cpu(i) for i in range(num_devices)])
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.0})
+        for X, y in data if how == "train" else ():
+            mgpu.train_batch(net, lambda output, label: output[0].sum(axis=1), trainer, X, y)
+        if how == "update":
+            mgpu.update_bn(net, data)
+        return net.bn.running_mean.list_data()[-1].asnumpy()
+
+    rng = np.random.RandomState(0)
+    data = [(rng.rand(n, 2).astype("float32") + (3 if n == 1 else 0), np.zeros((n, 2))) for n in (9, 8, 1)]
+    np.testing.assert_allclose(mean("update"), mean("train"), rtol=1e-5)
+
+
 def test_update_bn_that_fails_changes_nothing():
     net = bn_net([mx.cpu(0), mx.cpu(1)])
     mgpu.train_batch(net, LOSS, make_trainer(net), *DATA[0])

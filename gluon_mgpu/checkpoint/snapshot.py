@@ -130,6 +130,7 @@ def take_snapshot(
         average_replicas(net)
         mx.nd.waitall()  # a static graph writes running statistics without telling the engine
         return Snapshot(_copied_params(net), progress_json, is_np=is_np)
+    check_all_saved(net, trainer)
     trainer.check_applied("Trainer.save_states")
     average_replicas(net)
     copies = {name: array.as_nd_ndarray().copy() for name, array in (arrays or {}).items()}
@@ -263,6 +264,17 @@ def _own_generators(training: Dict[str, Any]) -> Dict[str, Any]:
     """Return this process's saved RNG state; {} if all ranks shared one or the number of processes changed."""
     process, ranks = this_process(), training.get("ranks", [])
     return dict(ranks[process.rank]) if len(ranks) == process.num_processes else {}
+
+
+def check_all_saved(net: gluon.Block, trainer: Trainer) -> None:
+    """Raise `StateError` if the trainer has parameters that the network has not: a checkpoint holds those of the network."""
+    own = set(net.collect_params().values())
+    others = [param.name for param in trainer.params if param not in own]
+    if others:
+        raise StateError(
+            f"save_checkpoint: got a trainer of {', '.join(others[:3])}, which the network has not; expected parameters of the "
+            "network. Let one Block hold all, such as the layers of a loss, too."
+        )
 
 
 def _copied_params(net: gluon.Block) -> Dict[str, Array]:

@@ -196,13 +196,12 @@ class CompiledPasses(Passes):
     def _look(self) -> Tuple[Tuple[Any, ...], List[Any]]:
         """Return what graphs and executors depend on: values that are equal, and things that are the same, while they stay."""
         net = self._net
-        # hybridize(), cast(), set_precision() and new layers empty the graph; a program may replace forward()
-        is_empty = bool(self._graphs) and vars(net).get("_cached_graph") == ()
         hooks = len(net._forward_hooks), len(net._forward_pre_hooks)
         looked_at = MOVES.count if self._trainer is None else self._trainer.gradients.version
-        versions = looked_at, is_empty, vars(net).get("_active"), "forward" in vars(net), hooks, is_synchronised(net)
-        flags = getattr(self._loss, "_flags", None)  # hybridize() makes a new list
-        return versions, [flags, *map(_DATA, self._others), *map(_GRAD, self._others), *map(_REQ, self._others)]
+        versions = looked_at, vars(net).get("_active"), "forward" in vars(net), hooks, is_synchronised(net)
+        # hybridize(), cast(), set_precision() and new layers empty the network's graph, and any call makes another one
+        things = [vars(net).get("_cached_graph"), getattr(self._loss, "_flags", None)]  # hybridize() makes new flags
+        return versions, [*things, *map(_DATA, self._others), *map(_GRAD, self._others), *map(_REQ, self._others)]
 
     def _note(self) -> None:
         self.draws = any(graph.draws for graph in self._graphs.values()) if self._graphs else None
@@ -218,9 +217,9 @@ class CompiledPasses(Passes):
         self._bound.clear()
 
     def _set_reason(self, reason: str) -> None:
-        self.reason = reason
-        if reason and self._mode == "auto":
+        if reason not in ("", self.reason) and self._mode == "auto":
             logger.debug("%s: passes are recorded, not compiled: %s", self._net.name, reason)
+        self.reason = reason
 
 
 def _gains_nothing(graph: Graph, context: Context) -> bool:

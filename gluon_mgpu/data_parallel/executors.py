@@ -68,7 +68,8 @@ class Executor:
         self._outputs = [(one, creation(one.shape, context, one.dtype, delayed=True)) for one in outputs]
         self._copy = Copy()
         self._scale = 1.0
-        self._head: Array = mx.nd.ones_like(outputs[0])  # the gradient of the loss
+        # the gradient of the loss; not ones_like(), as the shared memory of an output may have the layout of another shape
+        self._head: Array = mx.nd.ones(outputs[0].shape, ctx=context, dtype=outputs[0].dtype)
         self._heads = (ctypes.c_void_p * 1)(self._head.handle)
 
     def forward(self, inputs: Sequence[Array]) -> List[Array]:

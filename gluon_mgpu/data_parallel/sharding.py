@@ -17,7 +17,7 @@ from ..devices.select import check_contexts
 from ..devices.transfer import new_array, new_array_at_once, on_device
 from ..distributed import process_shard
 from ..errors import ShardError
-from ..nested import Array, Fields, host_array, is_device_array, leaves, map_leaves, with_leaves
+from ..nested import Array, Fields, host_array, is_device_array, joinable, leaves, map_leaves, with_leaves
 from ..trainer.gradients import note_split
 from .prepared import Place, slicer
 
@@ -435,7 +435,7 @@ def _concatenate(ctx: Optional[Context], path: str, first: Array, axis: Any, *ot
     with explaining("gather", f"an error for {path}", _EQUAL, advice=_CAST, error=ShardError):
         if isinstance(moved[0], mx.np.ndarray):
             return mx.np.concatenate(moved, axis=axis)
-        return mx.nd.concat(*moved, dim=axis)
+        return mx.nd.concat(*map(joinable, moved), dim=axis).astype(moved[0].dtype, copy=False)
 
 
 _EQUAL = "dense arrays of one type, one dtype, and one shape except for the batch axis"

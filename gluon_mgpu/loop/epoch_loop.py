@@ -171,10 +171,8 @@ class Run:
         for one in self.callbacks:
             arrays = one.state_arrays(state)
             if not isinstance(arrays, dict) or not all(map(is_device_array, arrays.values())) or own.keys() & arrays:
-                raise TrainerError(
-                    f"{type(one).__name__}.state_arrays: got {short(arrays)} beside {short(list(own))}; expected a dict of MXNet "
-                    "arrays under names that no other callback has. Begin them with the callback's own name."
-                )
+                name = f"{type(one).__name__}.state_arrays"
+                raise TrainerError(f"{name}: got {short(arrays)}; expected a dict of arrays with names of its own. Rename them.")
             own.update(arrays)
         if not self._is_in_epoch:
             return asdict(replace(self._epoch_start(), epoch=state.epoch + 1)), own

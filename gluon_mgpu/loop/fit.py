@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterable, List, Optional, Sequence, Union
 
 from mxnet import gluon
+from mxnet.io import DataIter
 
 from ..checkpoint.resume import find_resumable, has_changed_rate, num_batches_of
 from ..checkpoint.save_and_load import ReadCheckpoint
@@ -139,8 +140,9 @@ def fit(
     check_iterable("fit", "train_iter", train_iter, reader="fit")
     if test_iter is not None:
         check_iterable("fit", "test_iter", test_iter, reader="evaluate")
-    if evaluate_every is not None and test_iter is None:
-        raise TrainerError(f"fit: got evaluate_every={evaluate_every} without test_iter; expected both. Pass test_iter.")
+    is_shared = test_iter is train_iter and isinstance(test_iter, DataIter)  # an evaluation would end the epoch
+    if evaluate_every is not None and (test_iter is None or is_shared):
+        raise TrainerError(f"fit: got evaluate_every={evaluate_every} without a test_iter of its own; expected one. Pass it.")
     measured = metrics_for(metrics, loss)
     callbacks = _checked_callbacks(callbacks)
     if trace is not None:

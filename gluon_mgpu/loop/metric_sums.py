@@ -15,7 +15,7 @@ from ..checks import is_whole, short
 from ..data_parallel.step import Batch
 from ..distributed import group
 from ..errors import TrainerError
-from ..nested import Array, is_device_array
+from ..nested import Array, is_device_array, joinable
 from .metrics import Metric, Metrics, named_metrics, total_of
 
 _MOST_SHARDS = 64
@@ -176,7 +176,7 @@ class DeviceSums:
     def _join(self, place: Place) -> None:
         """Compute the metrics of what a place holds."""
         for form, held in self._held.pop(place).arrays.items():
-            kinds = [[array.as_nd_ndarray() for array in arrays] for arrays in zip(*held)]
+            kinds = [[joinable(array.as_nd_ndarray()) for array in arrays] for arrays in zip(*held)]
             joined = [arrays[0] if len(arrays) == 1 else mx.nd.concat(*arrays, dim=0) for arrays in kinds]
             if form[0] == "loss":  # in float64, so that rounding hardly depends on how they were joined
                 self._add("loss", total_of(joined[0].astype("float64")), joined[0].size, place)

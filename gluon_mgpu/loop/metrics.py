@@ -157,9 +157,7 @@ def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
             )
     taken = {"loss", "grad_norm"}.intersection(named)
     if taken:
-        raise TrainerError(
-            f"metrics: got a metric named {taken.pop()!r}; expected another name, as fit() reports its own. Rename it."
-        )
+        raise TrainerError(f"metrics: got {taken.pop()!r}; expected another name, as fit() reports its own. Rename it.")
     for name, metric in named.items():
         advice = "Pass gluon_mgpu.accuracy, for example; metrics of MXNet take the labels and predict(net, data)."
         check_function("metrics", str(name)[:60], metric, advice=advice)

@@ -12,9 +12,9 @@ from ..data_parallel.passes import Passes, run_backward
 from ..data_parallel.plan import as_split
 from ..data_parallel.sharding import SplitFunction, leaves_and_axes, split_batch
 from ..data_parallel.step import check_network
-from ..distributed import any_process, own_batches
+from ..distributed import any_process, group, own_batches
 from ..errors import TrainerError
-from ..nested import Array, is_device_array, leaves
+from ..nested import Array, is_device_array, is_float, leaves
 from ..refusals import refusal
 from ..trainer.parameters import devices_of, spans_devices, trainers_of
 from ..trainer.running_stats import RunningStats, is_running_stat, running_stats
@@ -76,10 +76,11 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
             _, zeros = passes.forward("update_bn", Xs, ys)
             run_backward(zeros)  # MXNet moves the statistics in it
             moved.count([(first.context, first.shape[at]) for X in zip(Xs, ys) for _, first, at in leaves_and_axes(X, axis)[:1]])
+            if group() is None:  # processes may have other numbers of batches
+                _move(moved)
         if not any_process(item is not None):
             raise no_batch("update_bn")
-        mx.nd.waitall()  # a static graph writes them without telling the engine
-        moved.move([], ())
+        _move(moved)
     except BaseException:
         mx.nd.waitall()
         for array, former in before:
@@ -90,6 +91,11 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
             trainer.discard()  # the zeros
 
 
+def _move(moved: RunningStats) -> None:
+    mx.nd.waitall()  # a static graph writes them without telling the engine
+    moved.move([], ())
+
+
 def _zero(output: Any, label: Any) -> Array:
     """Return a loss whose gradient is 0 for all of an output's arrays."""
-    return sum((leaf * 0).sum() for _, leaf in leaves(output) if is_device_array(leaf))
+    return sum((leaf * 0).sum() for _, leaf in leaves(output) if is_device_array(leaf) and is_float(leaf))

@@ -37,7 +37,7 @@ REFUSALS: Tuple[Refusal, ...] = (
         "virtual_shards",
         "layers that only training reaches",
         "their first gradients would be lost",
-        "Give those whose shapes are open in_units or in_channels",
+        "Call it again: their shapes are known now",
     ),
     Refusal("virtual_shards", "a split of your own", "virtual shards have equal sizes", "Pass split_batch without weights"),
     Refusal("virtual_shards", "synchronised BatchNorm", "each virtual shard is normalised by itself", _AVERAGED),

@@ -267,9 +267,9 @@ def _own_generators(training: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def check_all_saved(net: gluon.Block, trainer: Trainer) -> None:
-    """Raise `StateError` if the trainer has parameters that the network has not: a checkpoint holds those of the network."""
+    """Raise `StateError` if a trainer trains parameters that the network has not: a checkpoint holds those of the network."""
     own = set(net.collect_params().values())
-    others = [param.name for param in trainer.params if param not in own]
+    others = [param.name for param in trainer.params if param not in own and param.grad_req != "null"]
     if others:
         raise StateError(
             f"save_checkpoint: got a trainer of {', '.join(others[:3])}, which the network has not; expected parameters of the "

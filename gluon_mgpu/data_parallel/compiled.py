@@ -68,7 +68,7 @@ class CompiledPasses(Passes):
         self._graphs: Dict[Hashable, Graph] = {}
         self._params: Dict[int, gluon.Parameter] = {}  # of the graphs, by their ids
         self._others: List[gluon.Parameter] = []  # of these: frozen ones, and those that the trainer does not look at
-        self._seen: Tuple[Tuple[Any, ...], List[Any]] = (), []  # what graphs and executors depend on, when they were made
+        self._seen: Tuple[List[Any], List[Any]] = [self], []  # what graphs and executors depend on, when they were made
         self._bound: OrderedDict[Hashable, List[Executor]] = OrderedDict()  # by the forms of the shards
         self._owners: Dict[Context, Executor] = {}  # bound for the largest shape, never run: the others use its memory
         self._queued: List[Executor] = []
@@ -183,25 +183,27 @@ class CompiledPasses(Passes):
         return self._graphs[form]
 
     def _follow(self) -> None:
-        """Trace or bind again what has changed since the latest passes."""
-        (versions, things), (former_versions, former_things) = self._look(), self._seen
-        if versions == former_versions and not any(map(is_not, things, former_things)):
+        """Trace, or only bind again, what has changed since the latest passes."""
+        (traced, bound), (former_traced, former_bound) = self._look(), self._seen
+        is_other = any(map(is_not, traced, former_traced))
+        if not is_other and not any(map(is_not, bound, former_bound)):
             return
-        self._graphs.clear()
-        self._set_reason(next(reasons_against(self._net, self._loss, traced_once=self._mode == "on"), ""))
+        if is_other:  # not at each change of the arrays: MXNet's text of a graph leaks memory
+            self._graphs.clear()
+            self._set_reason(next(reasons_against(self._net, self._loss, traced_once=self._mode == "on"), ""))
         self._forget()
         self._owners.clear()
         self._note()
 
-    def _look(self) -> Tuple[Tuple[Any, ...], List[Any]]:
-        """Return what graphs and executors depend on: values that are equal, and things that are the same, while they stay."""
-        net = self._net
-        hooks = len(net._forward_hooks), len(net._forward_pre_hooks)
+    def _look(self) -> Tuple[List[Any], List[Any]]:
+        """Return what graphs and what executors depend on: the same things while they stay."""
+        net, attributes = self._net, vars(self._net)
         looked_at = MOVES.count if self._trainer is None else self._trainer.gradients.version
-        versions = looked_at, vars(net).get("_active"), "forward" in vars(net), hooks, is_synchronised(net)
         # hybridize(), cast(), set_precision() and new layers empty the network's graph, and any call makes another one
-        things = [vars(net).get("_cached_graph"), getattr(self._loss, "_flags", None)]  # hybridize() makes new flags
-        return versions, [*things, *map(_DATA, self._others), *map(_GRAD, self._others), *map(_REQ, self._others)]
+        made = [attributes.get("_cached_graph"), getattr(self._loss, "_flags", None)]  # hybridize() makes new flags
+        made += [attributes.get("_active"), "forward" in attributes, is_synchronised(net)]
+        traced = [*made, len(net._forward_hooks), len(net._forward_pre_hooks)]
+        return traced, [looked_at, *map(_DATA, self._others), *map(_GRAD, self._others), *map(_REQ, self._others)]
 
     def _note(self) -> None:
         self.draws = any(graph.draws for graph in self._graphs.values()) if self._graphs else None
@@ -229,13 +231,7 @@ def _gains_nothing(graph: Graph, context: Context) -> bool:
 
 
 def make_passes(
-    operation: str,
-    net: Any,
-    loss: Any,
-    compiled: Any,
-    *,
-    trainer: Optional[Trainer] = None,
-    kept: Optional[Dict[str, object]] = None,
+    operation: str, net: Any, loss: Any, compiled: Any, *, trainer: Optional[Trainer] = None, kept: Dict[str, object]
 ) -> Passes:
     """Return the passes of a network: its own if it spans devices, otherwise recorded or compiled ones.
 
@@ -261,7 +257,6 @@ def make_passes(
         return net.make_passes(loss, trainer=trainer)
     if compiled == "off":
         return Passes(net, loss, trains=trainer is not None)
-    kept = {} if kept is None else kept
     name = "passes" if trainer is None else "training passes"
     known = kept.get(name)
     if not isinstance(known, CompiledPasses) or not known.is_of(net, loss, compiled):

@@ -92,9 +92,11 @@ def forgetting_graphs(net: gluon.Block) -> Iterator[None]:
     try:
         yield
     finally:
-        mx.nd.waitall()  # their operations must not be deleted while they run
-        for block in new:
-            block._clear_cached_op()
+        try:
+            mx.nd.waitall()  # their operations must not be deleted while they run
+        finally:
+            for block in new:
+                block._clear_cached_op()
 
 
 def decide_shapes(operation: str, net: gluon.Block, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
@@ -122,8 +124,7 @@ def backward(losses: Sequence[Array]) -> None:
     TrainerError
         The losses are not a list of arrays.
     """
-    # a small batch has no examples for this process
-    may_be_empty = process_shard()[1] > 1
+    may_be_empty = process_shard()[1] > 1  # a small batch has no examples for this process
     if not isinstance(losses, (list, tuple)) or not (losses or may_be_empty) or not all(is_device_array(loss) for loss in losses):
         raise TrainerError(
             f"backward: got {short(losses)}; expected a list of one or more MXNet arrays, one loss per shard. "

@@ -96,7 +96,7 @@ def evaluate(
     loss = getattr(loss, "evaluation", loss)
     if virtual_shards is not None:
         virtual_shards = VirtualShards(virtual_shards, devices_of(net)).number
-    passes = make_passes("evaluate", net, loss, compiled)
+    passes = make_passes("evaluate", net, loss, compiled, kept={})
     return run_evaluation(
         net, data_iter, metrics_for(metrics, loss), loss=loss, split_f=split_f, passes=passes, virtual_shards=virtual_shards
     ).means
@@ -118,7 +118,7 @@ def eval_batch(
     """
     check_network("eval_batch", net)
     check_contexts(devices, "eval_batch")
-    passes = make_passes("eval_batch", net, loss, "off")
+    passes = make_passes("eval_batch", net, loss, "off", kept={})
     return EvalStep("eval_batch", loss, devices, as_split("eval_batch", split_f), passes)(X, y)
 
 

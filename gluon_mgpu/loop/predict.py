@@ -143,7 +143,7 @@ def predict_batches(
     max_inflight = whole_number("predict", "max_inflight", max_inflight, advice="8 is usual.")
     check_iterable("predict", "data_iter", data_iter, pairs=False)
     devices = devices_of(net, "predict")
-    passes = make_passes("predict", net, None, compiled)
+    passes = make_passes("predict", net, None, compiled, kept={})
     step = EvalStep("predict", None, devices, Split((batch_axis, 0)), passes)
     return _run(net, step, data_iter, pairs=pairs, output_axis=_output_axis(batch_axis, output_axis), max_inflight=max_inflight)
 

@@ -10,7 +10,7 @@ from ..checkpoint.random_state import draw_base
 from ..checkpoint.replace_folder import explained, make
 from ..checkpoint.rotation import CheckpointRotation
 from ..checkpoint.save_and_load import check_folder
-from ..checkpoint.snapshot import FILES, Snapshot, take_snapshot
+from ..checkpoint.snapshot import FILES, Snapshot, check_all_saved, take_snapshot
 from ..checks import flag, path_of, whole_number
 from ..distributed import any_process
 from ..distributed.process import this_process
@@ -100,6 +100,7 @@ class Checkpoint(Callback):
             self._best.begin(state)
         for name in ("best", "last"):
             self._check_replaceable(self.folder / name)
+        check_all_saved(state.net, state.trainer)
         describe(state.trainer.optimizer)  # raises before the first epoch if the optimizer cannot be saved
         self._base: Optional[int] = None
         self._saved: Any = None

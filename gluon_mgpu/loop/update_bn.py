@@ -25,7 +25,8 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
     """Let BatchNorm's running statistics follow the weights that a network has now: passes in training mode, without updates.
 
     PyTorch's `torch.optim.swa_utils.update_bn`. MXNet's statistics move by the layer's momentum: with 0.9, after 50 batches the
-    former statistics count for 0.5 %. A network without running statistics reads no data. In a job, all processes must call it.
+    former statistics count for 0.5 %. A network without running statistics reads no data. In a job, all processes must call it;
+    the devices are then averaged once, at the end, and otherwise after each batch.
 
     Parameters
     ----------
@@ -77,10 +78,12 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
             run_backward(zeros)  # MXNet moves the statistics in it
             moved.count([(first.context, first.shape[at]) for X in zip(Xs, ys) for _, first, at in leaves_and_axes(X, axis)[:1]])
             if group() is None:  # processes may have other numbers of batches
-                _move(moved)
+                mx.nd.waitall()  # a static graph writes them without telling the engine
+                moved.move([], ())
         if not any_process(item is not None):
             raise no_batch("update_bn")
-        _move(moved)
+        mx.nd.waitall()
+        moved.move([], ())
     except BaseException:
         mx.nd.waitall()
         for array, former in before:
@@ -89,11 +92,6 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
     finally:
         for trainer in trainers:
             trainer.discard()  # the zeros
-
-
-def _move(moved: RunningStats) -> None:
-    mx.nd.waitall()  # a static graph writes them without telling the engine
-    moved.move([], ())
 
 
 def _zero(output: Any, label: Any) -> Array:

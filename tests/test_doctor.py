@@ -15,7 +15,7 @@ from gluon_mgpu.cli import main
 from gluon_mgpu.doctor import examine, probe, report
 from gluon_mgpu.doctor.findings import Examination
 from gluon_mgpu.doctor.gpu_checks import check_driver, check_gpus
-from gluon_mgpu.doctor.machine_checks import Packages, check_packages
+from gluon_mgpu.doctor.machine_checks import Packages, check_packages, inspect_packages
 from gluon_mgpu.doctor.probe import check_openblas, try_gradient
 from gluon_mgpu.runtime.environment import Setting
 from gluon_mgpu.runtime.nvidia.nvml import Driver, Gpu, GpuProcess
@@ -101,6 +101,13 @@ def test_numpy_2_stops_training_and_two_wheels_do_not():
     assert one(check_packages(packages), "NumPy 2.1.0", "pip install 'numpy<2'").stops_training
     two = Packages({"numpy": "1.26.4"}, {}, {}, ("mxnet", "mxnet-cu112"))
     assert not one(check_packages(two), "mxnet and mxnet-cu112", "pip uninstall mxnet mxnet-cu112").stops_training
+
+
+def test_the_versions_are_those_that_are_imported(tmp_path, monkeypatch):
+    (tmp_path / "numpy-9.9.dist-info").mkdir()
+    (tmp_path / "numpy-9.9.dist-info" / "METADATA").write_text("Name: numpy\nVersion: 9.9\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert inspect_packages().versions["numpy"] == metadata.version("numpy") == "9.9"
 
 
 def threads_of(*counts):

@@ -37,6 +37,10 @@ def indices(variable, gpus=GPUS):
         ("GPU-8932f937", [0]),
         ("GPU-0b,GPU-8932f94", [2, 1]),
         ("GPU-8932f9", []),
+        (UUIDS[2].upper() + "x", [2]),  # these four as the driver of an H100 does
+        ("GPU-0b*", []),
+        (f" {UUIDS[2]}", []),
+        ("\t+2", [2]),
         ("GPU-0b,GPU-none,GPU-1c", [2]),
         ("MIG-none", []),
     ],

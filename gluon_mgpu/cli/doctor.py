@@ -16,12 +16,7 @@ _WIDEST = 120
 
 
 @click.command()
-@click.option(
-    "--devices",
-    "spec",
-    default="auto",
-    help="Devices to check, as for use_devices: auto, gpu, gpu*2, cpu*2, 2.",
-)
+@click.option("--devices", "spec", default="auto", help="Devices to check, as for use_devices: auto, gpu, gpu*2, cpu*2, 2.")
 @click.option("--verbose", is_flag=True, help="Also show every setting with its reason, features, libraries and packages.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def doctor(spec: str, verbose: bool, as_json: bool) -> None:

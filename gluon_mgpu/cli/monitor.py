@@ -24,8 +24,8 @@ def monitor(interval: float, count: Optional[int], pid: Optional[int], as_json: 
     """Show the load and memory of GPUs and host.
 
     It ends with Ctrl-C. On a terminal it shows a table that is updated; elsewhere, one line of JSON per sample. It works
-    without a GPU, and with GPUs that MXNet does not support. It needs the extra monitor. The callback Monitor writes the
-    same from within a training program.
+    without a GPU, with GPUs that MXNet does not support, and without MXNet. It needs the extra monitor. The callback
+    Monitor writes the same from within a training program.
 
     \b
     gluon-mgpu monitor

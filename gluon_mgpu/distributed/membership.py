@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import ContextManager, Iterator, List, Optional, Protocol, Sequence, Tuple, Union
 
-import mxnet as mx
 import numpy as np
 
 from ..errors import ProcessError
 from ..nested import Array
-from ..runtime import loaded as loaded
+from ..runtime.loaded import mxnet as mx
 from .dist_sync import DistSync
 from .horovod import Horovod
 from .process import Process, this_process

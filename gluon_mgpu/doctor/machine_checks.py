@@ -70,7 +70,8 @@ def inspect_machine() -> Machine:
 
 def inspect_packages() -> Packages:
     """Return the versions of the packages."""
-    installed = {str(one.metadata["Name"]).lower().replace("_", "-"): one.version for one in metadata.distributions()}
+    found = reversed(list(metadata.distributions()))  # the first of a name is the one that is imported
+    installed = {str(one.metadata["Name"]).lower().replace("_", "-"): one.version for one in found}
     wheels = tuple(sorted(name for name in installed if _WHEEL.fullmatch(name)))
     versions = {"Python": platform.python_version(), "gluon_mgpu": installed.get("gluon-mgpu", "not installed")}
     versions["mxnet"] = ", ".join(f"{installed[name]} ({name})" for name in wheels) or "not installed"

@@ -10,9 +10,7 @@ import os
 import re
 import sys
 from dataclasses import asdict
-from typing import Any, Dict, List, Sequence
-
-from mxnet import Context
+from typing import TYPE_CHECKING, Any, Dict, List, Sequence
 
 from ..devices.describe import DeviceInfo, describe_devices
 from ..devices.select import resolve_devices
@@ -21,6 +19,9 @@ from ..runtime import environment, openmp_threads
 from ..runtime.environment import Setting
 from ..runtime.loaded import mxnet as mx
 from .findings import Examination, Problem, describe_error
+
+if TYPE_CHECKING:
+    from mxnet import Context
 
 _PREFIX = "threads of cpu("
 _LIBRARY = re.compile(r"lib(cudart|cudnn|cublas|nccl|cufft|curand|cusolver|nvrtc|cuda)[-_.]\S*|libmxnet\.so")

@@ -17,7 +17,7 @@ from ..checks import real_number, whole_number
 from ..loop.batch_loop import EpochProgress
 from ..loop.callbacks import Callback, FitState
 from ..runtime.environment import logger, require
-from .sample import gpus_among
+from .monitor import gpus_among
 
 Kind = Tuple[str, str, Tuple[int, ...]]  # context, dtype, shape
 

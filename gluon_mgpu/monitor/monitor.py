@@ -11,17 +11,27 @@ from typing import Any, Dict, List, Optional, Sequence, TextIO, Union
 
 from mxnet import Context
 
-from ..checks import path_of, real_number
+from ..checks import path_of, real_number, short
 from ..distributed.process import this_process
+from ..errors import TrainerError
 from ..loop.callbacks import Callback, FitState
 from ..plots import figure, save
 from ..runtime.environment import logger
 from .figures import plot_samples
 from .reader import Reader
-from .sample import Sample, Summary, gpus_among, summarise, to_json
+from .sample import Sample, Summary, summarise, to_json
 
 _MOST = 2048  # samples in memory; beyond this number, every second one is dropped
 _GIB = 2**30
+
+
+def gpus_among(operation: str, contexts: Sequence[Context]) -> List[Context]:
+    """Return the GPUs among contexts; raise `TrainerError` unless this is a list of contexts."""
+    if not isinstance(contexts, (list, tuple)) or not all(isinstance(context, Context) for context in contexts):
+        raise TrainerError(
+            f"{operation}: got contexts={short(contexts)}; expected a list of contexts. Pass [mx.gpu(0)], or leave it out."
+        )
+    return [context for context in contexts if context.device_type == "gpu"]
 
 
 class Monitor(Callback):

@@ -8,10 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
-from mxnet import Context
-
-from ..checks import short
-from ..errors import DataError, TrainerError
+from ..errors import DataError
 from ..runtime.units import format_bytes
 
 
@@ -93,15 +90,6 @@ class Sample:
     epoch: int
     host: HostSample
     gpus: Tuple[GpuSample, ...] = ()
-
-
-def gpus_among(operation: str, contexts: Sequence[Context]) -> List[Context]:
-    """Return the GPUs among contexts; raise `TrainerError` unless this is a list of contexts."""
-    if not isinstance(contexts, (list, tuple)) or not all(isinstance(context, Context) for context in contexts):
-        raise TrainerError(
-            f"{operation}: got contexts={short(contexts)}; expected a list of contexts. Pass [mx.gpu(0)], or leave it out."
-        )
-    return [context for context in contexts if context.device_type == "gpu"]
 
 
 def to_json(sample: Sample) -> str:

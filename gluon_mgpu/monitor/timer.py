@@ -6,9 +6,7 @@ import time
 from itertools import accumulate
 from typing import Any, List
 
-import mxnet as mx
-
-from ..runtime import loaded as loaded
+from ..runtime.loaded import mxnet as mx
 
 
 class Timer:

@@ -6,11 +6,10 @@ import os
 import random
 from typing import Dict
 
-import mxnet as mx
 import numpy as np
 
 from ..checks import flag, whole_number
-from . import loaded as loaded
+from .loaded import mxnet as mx
 
 # MXNet reads them when it makes a convolution or another operator of cuDNN. Source: MXNet, "Environment Variables".
 DETERMINISTIC: Dict[str, str] = {

@@ -53,7 +53,7 @@ def visible_gpus(driver: Driver, environ: Optional[Mapping[str, str]] = None) ->
     environ = os.environ if environ is None else environ
     variable = environ.get("CUDA_VISIBLE_DEVICES")
     found = parse_visible(variable, driver.gpus)
-    by_number = variable is None or not variable.lstrip().startswith("GPU-")
+    by_number = variable is None or not variable.startswith("GPU-")
     doubt = _doubt(driver.gpus, environ) if by_number and found else ""
     return Visible(tuple(CudaDevice(i, gpu) for i, gpu in enumerate(found)), doubt)
 
@@ -62,8 +62,8 @@ def parse_visible(variable: Optional[str], gpus: Sequence[Gpu]) -> List[Gpu]:
     """Return the devices that `CUDA_VISIBLE_DEVICES` names among GPUs in CUDA's order.
 
     The first entry decides whether all are numbers, or names that begin with `GPU-`. An entry of another kind, or without a
-    device, ends the list: usually -1. Characters after a number's digits are ignored. A UUID may be abbreviated if only one GPU
-    begins with it. CUDA sees no device at all if one is named twice.
+    device, ends the list: usually -1. Characters after a number's digits or a whole UUID are ignored. A UUID may be abbreviated
+    if only one GPU begins with it. CUDA sees no device at all if one is named twice. Compared with driver 580 on an H100.
 
     Parameters
     ----------
@@ -77,16 +77,16 @@ def parse_visible(variable: Optional[str], gpus: Sequence[Gpu]) -> List[Gpu]:
     >>> named = lambda variable: [gpu.index for gpu in parse_visible(variable, gpus)]
     >>> named(None), named(""), named("2,1"), named("0,2,-1,1"), named("3,9,0"), named("1,1")
     ([0, 1, 2, 3], [], [2, 1], [0, 2], [3], [])
-    >>> named("GPU-3,GPU-0f0"), named("GPU-"), named("GPU-3,0")
+    >>> named("GPU-3,GPU-0F0"), named("GPU-"), named("GPU-3,0")
     ([3, 0], [], [3])
     """
     if variable is None:
         return list(gpus)
     entries = variable.split(",")
-    find = _find_by_name if entries[0].lstrip().startswith("GPU-") else _find_by_number
+    find = _find_by_name if entries[0].startswith("GPU-") else _find_by_number
     found: List[Gpu] = []
     for entry in entries:
-        one = find(entry.strip(), gpus)
+        one = find(entry, gpus)
         if one is None:
             break
         if one in found:
@@ -96,12 +96,14 @@ def parse_visible(variable: Optional[str], gpus: Sequence[Gpu]) -> List[Gpu]:
 
 
 def _find_by_number(entry: str, gpus: Sequence[Gpu]) -> Optional[Gpu]:
-    match = re.match(r"\+?([0-9]+)", entry)
+    match = re.match(r"\s*\+?([0-9]+)", entry)
     return gpus[int(match.group(1))] if match and int(match.group(1)) < len(gpus) else None
 
 
 def _find_by_name(entry: str, gpus: Sequence[Gpu]) -> Optional[Gpu]:
-    found = [gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
+    if not re.match("GPU-.", entry):
+        return None
+    found = [gpu for gpu in gpus if gpu.uuid and gpu.uuid.lower().startswith(entry.lower()[: len(gpu.uuid)])]
     return found[0] if len(found) == 1 else None
 
 

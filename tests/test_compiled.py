@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import operator
 import os
+import sys
 import threading
 import weakref
 from contextlib import nullcontext
@@ -534,8 +535,9 @@ def test_the_environment_is_not_moved_while_operators_read_it(monkeypatch):
     """Recurrent operators read it in the engine's threads. A run whose graphs were bound again and again ended in a crash."""
     monkeypatch.delenv("MXNET_SUBGRAPH_VERBOSE", raising=False)
     added, waits = [], []
-    monkeypatch.setattr(os, "unsetenv", lambda name: pytest.fail(f"{name} was removed"))
-    monkeypatch.setattr(os, "putenv", lambda name, value: added.append((name.decode(), value.decode())))
+    place = os if sys.version_info >= (3, 9) else os.environ
+    monkeypatch.setattr(place, "unsetenv", lambda name: pytest.fail(f"{name} was removed"))
+    monkeypatch.setattr(place, "putenv", lambda name, value: added.append((name.decode(), value.decode())))
     monkeypatch.setattr(mx.nd, "waitall", lambda: waits.append(len(added)))
     for _ in range(2):
         with environment_with({"MXNET_SUBGRAPH_VERBOSE": "0"}):

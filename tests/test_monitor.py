@@ -215,4 +215,4 @@ def test_it_ends_with_the_process_that_it_monitors():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     threading.Timer(0.5, child.communicate, [b"\n"]).start()
     done = CliRunner().invoke(command, ["--pid", str(child.pid), "--interval", "0.1", "--count", "6000"])
-    assert done.exit_code == 0 and f"Process {child.pid} has ended." in done.output + done.stderr
+    assert done.exit_code == 0 and f"Process {child.pid} has ended." in done.output

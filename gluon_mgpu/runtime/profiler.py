@@ -81,7 +81,8 @@ def recordable_devices() -> Tuple[str, ...]:
     names = [event["args"]["name"] for event in events if event["ph"] == "M" and "/" in event["args"]["name"]]
     if not any(name.startswith("gpu/") for name in names):
         return tuple(f"cpu({i})" for i in range(len(names)))
-    return tuple(re.sub(r"(.*)/(\d*)", lambda found: f"{found[1].replace(' ', '_')}({found[2] or 0})", name) for name in names)
+    parts = [name.replace(" ", "_").partition("/") for name in names]
+    return tuple(f"{kind}({number or 0})" for kind, _, number in parts)
 
 
 def task_mark(task: str, device: str, edge: str) -> str:

@@ -51,7 +51,7 @@ def store_type(kvstore: object) -> str:
     TrainerError
         The store is unknown, or is for several processes: the launcher sets their number, not the store's name.
     """
-    name = "device" if kvstore is None else getattr(kvstore, "type", kvstore)
+    name = getattr(kvstore, "type", "device" if kvstore is None else kvstore)
     if not isinstance(name, str) or name not in LOCAL_STORES:
         raise TrainerError(
             f"Trainer: got kvstore {short(name)}; expected one of {', '.join(LOCAL_STORES)}. Over several processes, "

@@ -44,7 +44,7 @@ def _network(purpose: str) -> Callable[..., Any]:
 
 def _comparison_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that all comparisons have."""
-    options = [
+    options: List[Any] = [
         click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds; each measures everything."),
         python_option(workloads.CONTENDERS, "d2l"),
         click.option(

@@ -130,18 +130,6 @@ def test_history_is_saved_after_each_epoch_and_at_the_end(tmp_path):
     assert (tmp_path / "h" / "curves.png").read_bytes().startswith(PNG)
 
 
-def test_the_history_of_a_run_that_fails_is_kept(tmp_path):
-    class Broken(mgpu.Callback):
-        def on_epoch_begin(self, state):
-            if state.epoch == 2:
-                raise RuntimeError("mine")
-
-    with pytest.raises(RuntimeError, match="^mine$"):
-        train([Broken(), mgpu.loop.SaveHistory(str(tmp_path))])
-    stopped, rows = saved_rows(tmp_path)
-    assert (stopped, len(rows)) == ("RuntimeError", 1)
-
-
 # Progress
 
 
@@ -291,15 +279,23 @@ def test_without_a_monitor_only_last_is_kept(tmp_path):
     assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == ["last"]
 
 
-def test_what_an_error_ended_is_not_saved(tmp_path):
-    class Broken(mgpu.Callback):
-        def on_epoch_begin(self, state):
-            if state.epoch == 3:
-                raise RuntimeError("mine")
+@pytest.mark.parametrize(
+    "moment, epoch, error, told, saved",
+    [("on_epoch_begin", 3, RuntimeError, "RuntimeError", 2), ("on_epoch_end", 2, KeyboardInterrupt, "interrupted", 1)],
+)
+def test_what_an_error_ended_is_not_saved_and_the_history_before_it_is(tmp_path, moment, epoch, error, told, saved):
+    """Ctrl-C that comes as an exception, at any moment, may have updated one device and not the other."""
 
-    with pytest.raises(RuntimeError, match="^mine$"):
-        train([Broken(), mgpu.Checkpoint(tmp_path, monitor=None)])
-    assert json.loads((tmp_path / "last" / "progress.json").read_text())["epoch"] == 2
+    def fail(self, state):
+        if state.epoch == epoch:
+            raise error("mine")
+
+    broken = type("Broken", (mgpu.Callback,), {moment: fail})()
+    with pytest.raises(error, match="^mine$"):
+        train([broken, mgpu.Checkpoint(tmp_path, monitor=None), mgpu.loop.SaveHistory(str(tmp_path / "h"))])
+    assert json.loads((tmp_path / "last" / "progress.json").read_text())["epoch"] == saved
+    stopped, rows = saved_rows(tmp_path / "h")
+    assert (stopped, len(rows)) == (told, 2)
 
 
 # What once lost work
@@ -352,21 +348,6 @@ def test_a_callback_that_fails_at_the_end_does_not_stop_the_others(tmp_path):
     with pytest.raises(KeyError, match="stop"):
         mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=1, callbacks=[Failing(), Stopping(), Last()])
     assert [type(error) for error in ended] == [type(None), KeyError]
-
-
-def test_a_step_that_was_cut_in_two_is_not_saved(tmp_path):
-    """Ctrl-C that comes as an exception, at any moment, may have updated one device and not the other."""
-
-    class Cut(mgpu.Callback):
-        def on_epoch_end(self, state):
-            if state.epoch == 2:
-                raise KeyboardInterrupt
-
-    net = make_net([mx.cpu()])
-    callbacks = [Cut(), mgpu.Checkpoint(tmp_path, monitor=None)]
-    with pytest.raises(KeyboardInterrupt):
-        mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=3, callbacks=callbacks)
-    assert json.loads((tmp_path / "last" / "progress.json").read_text())["epoch"] == 1
 
 
 def test_an_epoch_without_its_evaluation_is_drawn_and_listed(tmp_path):

@@ -71,28 +71,25 @@ def test_ema_is_that_of_numpy(devices, arrays):
 
 
 @mostly_two
-def test_swa_is_the_mean_over_epochs_and_training_keeps_its_weights(devices):
+def test_swa_is_the_mean_over_epochs_and_training_keeps_its_weights(devices, tmp_path):
     plain_notes = Weights()
     net = make_net(devices)
     mgpu.fit(net, LOSS, make_trainer(net, momentum=0.9), DATA, DATA, epochs=4, callbacks=[plain_notes])
-    averaged, notes, _ = run(devices, mgpu.WeightAverage("swa", start_epoch=2), epochs=4)
+    averaged, notes, _ = run(devices, mgpu.WeightAverage("swa", start_epoch=2), epochs=4, callbacks=[mgpu.Checkpoint(tmp_path)])
     for plain, found in zip(plain_notes.after_batches, notes.after_batches):
         assert_same(plain, found)  # training has not noticed
     ends = plain_notes.after_batches[3::4]
     assert_same(notes.tested[0], ends[0])  # the first epoch is not averaged
     assert_close(notes.tested[2], {name: (ends[1][name] + ends[2][name]) / 2 for name in ends[0]})
     assert_close(weights(averaged), {name: sum(end[name] for end in ends[1:]) / 3 for name in ends[0]})
+    mgpu.load_checkpoint(tmp_path / "last", averaged)
+    assert_same(weights(averaged), ends[-1])
 
 
 def test_it_follows_updates():
     average = mgpu.WeightAverage("ema")
     run([mx.cpu()], average, accumulate_grad_batches=3)
     assert average.num_updates == 4  # after batches 3 and 4 of each epoch
-
-
-def test_devices_do_not_matter():
-    found = [weights(run([mx.cpu(i) for i in range(k)], mgpu.WeightAverage("ema", decay=DECAY))[0]) for k in (1, 2)]
-    assert_close(*found, tolerance=1e-5)
 
 
 class Press(mgpu.Callback):
@@ -151,13 +148,6 @@ def test_one_operation_per_device(monkeypatch):
     monkeypatch.setattr(mx.nd, "multi_sgd_update", lambda *args, **kwargs: calls.append(1) or update(*args, **kwargs))
     average.update(0.5)
     assert len(calls) == 2  # 40 parameters
-
-
-def test_a_checkpoint_holds_the_trained_weights(tmp_path):
-    net, _, _ = run([mx.cpu(0), mx.cpu(1)], mgpu.WeightAverage("swa"), callbacks=[mgpu.Checkpoint(tmp_path / "run")])
-    loaded = make_net([mx.cpu()])
-    mgpu.load_checkpoint(tmp_path / "run" / "last", loaded)
-    assert weights(loaded)["0.weight"].tobytes() != weights(net)["0.weight"].tobytes()  # the trained weights
 
 
 @pytest.mark.each_value

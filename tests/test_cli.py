@@ -32,10 +32,10 @@ def invoke(*arguments):
     return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="gluon-mgpu")
 
 
-def run(*arguments):
-    """The output of a command that succeeds."""
+def run(*arguments, exit_code=0):
+    """The output of a command that ends with this code."""
     result = invoke(*arguments)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == exit_code, (result.output, result.exception)
     return result.output
 
 

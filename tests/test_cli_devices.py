@@ -1,11 +1,10 @@
 import json
 
 import pytest
-from click.testing import CliRunner
-from gluon_mgpu.cli import main
 from gluon_mgpu.devices import mxnet_gpus
 
 from .fake_nvml import h200, install, v100s
+from .test_cli import invoke, run
 
 GIB = 2**30
 
@@ -20,16 +19,6 @@ def nvml(monkeypatch):
     monkeypatch.setattr(mxnet_gpus, "why_not", lambda number: "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2")
     return fake
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(main, list(arguments))
-
-
-def run(*arguments):
-    result = invoke(*arguments)
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 def test_gpus_have_their_names(nvml):
@@ -58,9 +47,7 @@ def test_numbers_in_doubt_are_told(nvml, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "program",
-    [["train", "resnet18"], ["train", "seq2seq"], ["predict", "resnet18"], ["translate"]],
-    ids=" ".join,
+    "program", [["train", "resnet18"], ["train", "seq2seq"], ["predict", "resnet18"], ["translate"]], ids=" ".join
 )
 def test_programs_choose_gpus(monkeypatch, program):
     """Each gives use_devices what it was asked for, and before it has made a file."""
@@ -78,6 +65,5 @@ def test_programs_choose_gpus(monkeypatch, program):
 
 
 def test_programs_are_told_what_is_not_free(nvml):
-    result = invoke("train", "resnet18", "--devices", "gpu:free*2")
-    assert result.exit_code == 1
-    assert "Error: use_devices: got 'gpu:free*2'; expected 2 free GPUs: gpu(0): it would do; gpu(1): process 17" in result.output
+    told = run("train", "resnet18", "--devices", "gpu:free*2", exit_code=1)
+    assert "Error: use_devices: got 'gpu:free*2'; expected 2 free GPUs: gpu(0): it would do; gpu(1): process 17" in told

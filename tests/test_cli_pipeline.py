@@ -12,8 +12,8 @@ from gluon_mgpu.cli._training import divided
 from mxnet import gluon
 from mxnet.gluon import nn
 
-from .test_cli import PNG, data_dir  # noqa: F401  a fixture
-from .test_cli_resume import pressed, rows_in, run  # noqa: F401  a fixture
+from .test_cli import PNG, data_dir, run  # noqa: F401  a fixture
+from .test_cli_resume import pressed, rows_in  # noqa: F401  a fixture
 from .test_train_seq2seq import SMALL, WORDS, tsv, without_sacrebleu  # noqa: F401  fixtures
 
 STAGES = ["--devices", "cpu*2", "--stages", "2"]
@@ -59,10 +59,7 @@ def same_rows(left, right):
     "options, told",
     [
         (["--devices", "cpu*2", "--stages", "2"], "pipeline of 2 stages, 8 micro-batches, 1f1b: cpu(0) "),
-        (
-            ["--devices", "cpu*3", "--stages", "3", "--micro-batches", "2"],
-            "pipeline of 3 stages, 2 micro-batches, 1f1b: cpu(0) ",
-        ),
+        (["--devices", "cpu*3", "--stages", "3", "--micro-batches", "2"], "pipeline of 3 stages, 2 micro-batches, 1f1b: cpu(0) "),
         (["--devices", "cpu*2", "--stages", "4", "--micro-batches", "4"], "pipeline of 4 stages, 4 micro-batches, 1f1b: cpu(0) "),
     ],
 )

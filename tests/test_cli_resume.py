@@ -8,11 +8,9 @@ from functools import partial
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
-from click.testing import CliRunner
-from gluon_mgpu.cli import main
 from mxnet.gluon import nn
 
-from .test_cli import data_dir  # noqa: F401  a fixture
+from .test_cli import data_dir, run  # noqa: F401  a fixture
 from .test_fit import LOSS, batches_of, make_net, three_clouds
 from .test_train_seq2seq import SMALL, WORDS, tsv, without_sacrebleu  # noqa: F401  fixtures
 
@@ -49,12 +47,6 @@ def pressed(monkeypatch):
     monkeypatch.setattr("gluon_mgpu.cli.train_resnet18.ArrayLoader", interrupting(mgpu.data.ArrayLoader))
     monkeypatch.setattr("gluon_mgpu.cli.train_seq2seq.PairLoader", interrupting(mgpu.data.PairLoader))
     return moments
-
-
-def run(*arguments, exit_code=0):
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="gluon-mgpu")
-    assert result.exit_code == exit_code, (result.output, result.exception)
-    return result.output
 
 
 def rows_in(out):

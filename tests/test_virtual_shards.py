@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from mxnet import gluon
 from mxnet.gluon import nn, rnn
 
+from .test_resume import KilledAfter, KilledError
+
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 OPTIMIZERS = {
     "sgd": ("sgd", {"learning_rate": 0.05, "momentum": 0.9}),
@@ -180,20 +182,11 @@ def test_the_tree_is_the_same_for_every_division(num_shards, data):
     np.testing.assert_array_equal(found.asnumpy(), wanted)
 
 
-class StopAt(mgpu.Callback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_batch_end(self, state):
-        if state.step == self.step:
-            raise KeyboardInterrupt
-
-
 def run_fit(folder, num_devices, *, stop=None, resume=None, network="cnn", shards=8, **options):
     net, trainer, shape = make(network, num_devices, "adam", shards, clip_norm=1.0)
     rng = np.random.RandomState(0)
     X, y = rng.randn(70, *shape).astype("float32"), rng.randint(0, 5, 70).astype("float32")
-    callbacks = [mgpu.Checkpoint(folder, every=2, keep=3), *([StopAt(stop)] if stop else [])]
+    callbacks = [mgpu.Checkpoint(folder, every=2, keep=3), KilledAfter(stop)]
     loaders = [ArrayLoader(X, y, 16, shuffle=True, seed=1), ArrayLoader(X[:40], y[:40], 16)]
     history = mgpu.fit(net, LOSS, trainer, *loaders, epochs=2, callbacks=callbacks, resume=resume, **options)
     timeless = [
@@ -208,7 +201,7 @@ def run_fit(folder, num_devices, *, stop=None, resume=None, network="cnn", shard
 def test_a_run_is_the_same_on_other_devices_and_after_a_resume(tmp_path, options):
     wanted = run_fit(tmp_path / "1", 1, **options)
     assert run_fit(tmp_path / "2", 2, **options) == wanted
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KilledError):
         run_fit(tmp_path / "3", 4, stop=7, **options)
     assert run_fit(tmp_path / "3", 2, resume="auto", **options) == wanted
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -393,10 +392,6 @@ def test_a_step_does_not_wait(devices, arrays, waits):  # noqa: F811
 # What is refused
 
 
-def uninitialised():
-    return nn.Dense(1, in_units=1)
-
-
 def half():
     net = layers()
     net.cast("float16")
@@ -409,7 +404,7 @@ def half():
         (layers, "fp8", TrainerError, "one of 'fp32', 'bf16', 'fp16'"),
         (layers, None, TrainerError, "one of"),
         (lambda: layers().collect_params(), "bf16", TrainerError, "ParameterDict"),
-        (uninitialised, "bf16", TrainerError, "initialize"),
+        (lambda: nn.Dense(1, in_units=1), "bf16", TrainerError, "initialize"),
         (half, "bf16", TrainerError, "float16"),
         (layers, "fp16", DeviceError, "FP16 gemm on cpu not implemented!"),
     ],
@@ -437,14 +432,8 @@ out.backward()
 mx.nd.waitall()
 print(out.asnumpy().tolist())
 """
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "DNNL_MAX_CPU_ISA": "AVX2"},
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    environment = {**os.environ, "DNNL_MAX_CPU_ISA": "AVX2"}
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240)
     told, out = found.stdout.splitlines()
     assert "AVX-512" in told and out == "[[2.0, 2.0]]"
     assert found.returncode == 0, found.stderr

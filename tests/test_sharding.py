@@ -16,7 +16,6 @@ CTX = [mx.cpu(i) for i in range(4)]
 def test_a_plan_is_balanced_as_array_split(num_examples, num_shards):
     sizes = mgpu.data_parallel.plan_shards(num_examples, num_shards)
     assert sizes == [len(part) for part in np.array_split(np.arange(num_examples), num_shards)]
-    assert max(sizes) - min(sizes) <= 1
 
 
 @given(st.integers(0, 1000), st.lists(st.floats(0, 100), min_size=1, max_size=12).filter(lambda weights: sum(weights) > 1e-3))
@@ -39,13 +38,10 @@ def test_split_then_gather_is_the_identity(num_examples, num_devices, axis, kind
     shape = [2, 3, 4]
     shape[axis] = num_examples
     host = np.random.RandomState(0).randint(0, 100, shape).astype(dtype)
-    data = {"numpy": lambda: host, "nd": lambda: mx.nd.array(host, dtype=dtype), "np": lambda: mx.np.array(host, dtype=dtype)}[
-        kind
-    ]()
+    data = host if kind == "numpy" else {"nd": mx.nd, "np": mx.np}[kind].array(host, dtype=dtype)
     shards = mgpu.split_and_load({"x": (data, data)}, CTX[:num_devices], axis, even_split=False)
-    assert [shard["x"][0].shape[axis] for shard in shards] == [
-        n for n in mgpu.data_parallel.plan_shards(num_examples, num_devices) if n
-    ]
+    sizes = mgpu.data_parallel.plan_shards(num_examples, num_devices)
+    assert [shard["x"][0].shape[axis] for shard in shards] == [size for size in sizes if size]
     assert [shard["x"][1].context for shard in shards] == CTX[: len(shards)]
     back = mgpu.gather(shards, mx.cpu(1), axis)["x"][0]
     assert back.dtype == np.dtype(dtype)

@@ -104,6 +104,7 @@ def saved_states(tmp_path, optimizer="adam"):
 
 
 def test_states_of_something_else_are_refused(tmp_path):
+    _, sgd, _ = saved_states(tmp_path, "sgd")
     net, trainer, path = saved_states(tmp_path)
     train(net, trainer, small_batches([4]))
     count = dict(trainer._update.counts())
@@ -113,7 +114,6 @@ def test_states_of_something_else_are_refused(tmp_path):
     wider = nn.HybridSequential()
     wider.add(nn.Dense(3, in_units=4), nn.Dense(5, in_units=3))
     wider.initialize(ctx=CTX)
-    sgd = mgpu.Trainer(small_net_like(net), "sgd", {"learning_rate": 0.1})
     cases = [
         (mgpu.Trainer(wider, "adam"), {}, r"of another network: '0\.weight' \(4, 1, 3, 3\) where this one has"),
         (sgd, {}, "Adam' where this one has mxnet.optimizer.optimizer.SGD"),
@@ -185,12 +185,6 @@ def test_gluon_s_private_parts_of_a_step_are_refused():
         with pytest.raises(TrainerError, match=": got .* Call "):
             call()
     assert type(trainer.optimizer).__name__ == "SGD"
-
-
-def small_net_like(_net):
-    net = small_net(CTX)
-    train(net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), small_batches([4]))
-    return net
 
 
 def test_states_need_shapes(tmp_path):
@@ -271,10 +265,6 @@ def test_a_step_without_any_backward_is_refused():
     trainer.step(1, ignore_stale_grad=True)  # nothing to do
 
 
-def uninitialised():
-    return nn.Dense(1, in_units=1)
-
-
 def scattered():
     net = nn.Sequential()
     net.add(nn.Dense(1, in_units=1), nn.Dense(1, in_units=1))
@@ -290,7 +280,7 @@ def sparse_weight():
 
 
 BAD = [
-    (lambda: mgpu.Trainer(uninitialised(), "sgd"), "weight not initialised"),
+    (lambda: mgpu.Trainer(nn.Dense(1, in_units=1), "sgd"), "weight not initialised"),
     (lambda: mgpu.Trainer(scattered(), "sgd"), r"got 1\.weight on \[cpu\(0\)\] and others on \[cpu\(0\), cpu\(1\)\]"),
     (lambda: mgpu.Trainer(nn.Flatten(), "sgd"), "got no parameters"),
     (lambda: mgpu.Trainer(3, "sgd"), "got int as the parameters"),

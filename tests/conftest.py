@@ -21,9 +21,8 @@ from mxnet.gluon import nn
 from .combinations import chosen_of
 
 collect_ignore = ["without"]  # stand-ins of packages
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # from nohup or a shell's &: child processes would ignore what tests send them
+# from nohup or a shell's &: child processes would ignore what tests send them
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 for ignored in (signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(ignored) is signal.SIG_IGN:

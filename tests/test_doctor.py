@@ -217,13 +217,9 @@ def test_an_mxnet_that_cannot_be_used_is_a_problem(monkeypatch, tmp_path, code, 
 
 
 def test_the_doctor_runs_where_mxnet_cannot_be_imported(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "gluon_mgpu", "doctor", "--json"],
-        env=broken(tmp_path, "raise OSError('libcudnn.so.8: cannot open shared object file')"),
-        cwd=tmp_path,
-        capture_output=True,
-        timeout=240,
-    )
+    environment = broken(tmp_path, "raise OSError('libcudnn.so.8: cannot open shared object file')")
+    command = [sys.executable, "-m", "gluon_mgpu", "doctor", "--json"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, timeout=240)
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
     assert any("libcudnn.so.8" in one["what"] for one in found["problems"]) and found["packages"]["versions"]

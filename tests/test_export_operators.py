@@ -101,8 +101,7 @@ def test_layers_whose_parameters_mxnet_s_converter_takes_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layers",
-    [(nn.Dense(6, activation="tanh"),), (rnn.LSTM(6, 2), nn.Dense(6, flatten=False)), (rnn.GRU(3, bidirectional=True),)],
+    "layers", [(nn.Dense(6, activation="tanh"),), (rnn.LSTM(6, 2), nn.Dense(6, flatten=False)), (rnn.GRU(3, bidirectional=True),)]
 )
 def test_a_layer_that_is_called_twice(tmp_path, layers):
     """MXNet gives its nodes the same names. Its converter then finds the outputs of the first call."""

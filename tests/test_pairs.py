@@ -65,8 +65,7 @@ def test_bytes_that_are_not_utf8_are_told_with_their_line(write, mark):
 
 
 @pytest.mark.parametrize(
-    "encoding, name",
-    [("utf-16", "UTF-16"), ("utf-16-be", "UTF-16"), ("utf-16-le", "UTF-16"), ("utf-32", "UTF-32")],
+    "encoding, name", [("utf-16", "UTF-16"), ("utf-16-be", "UTF-16"), ("utf-16-le", "UTF-16"), ("utf-32", "UTF-32")]
 )
 def test_the_encoding_of_a_file_is_named(write, encoding, name):
     path = write("k", "a 하나\n".encode(encoding))

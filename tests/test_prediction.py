@@ -234,12 +234,7 @@ def test_an_error_of_the_network_itself_stays_what_it_is():
         predict(Calls(fails, [mx.cpu(0)]), [(np.ones(2), 0)], pairs=True)
 
 
-NET = {
-    "a sum": lambda x: x.sum(),
-    "a row for all": lambda x: x[0:1],
-    "a number": lambda x: 3,
-    "a word": lambda x: "word",
-}
+NET = {"a sum": lambda x: x.sum(), "a row for all": lambda x: x[0:1], "a number": lambda x: 3, "a word": lambda x: "word"}
 
 
 @pytest.mark.parametrize(

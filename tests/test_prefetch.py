@@ -74,12 +74,7 @@ def epochs(draw):
 @pytest.mark.each_value
 @pytest.mark.parametrize("devices", [1, 3], indirect=True)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(
-    epochs(),
-    st.integers(1, 3),
-    st.sampled_from([None, mx.cpu(7)]),
-    st.sets(st.integers(0, 7)),
-)
+@given(epochs(), st.integers(1, 3), st.sampled_from([None, mx.cpu(7)]), st.sets(st.integers(0, 7)))
 def test_shards_are_those_of_split_batch_also_when_some_are_kept(arrays, devices, epoch, num_batches, pinned, kept):
     axis, batches = epoch
     split_f = functools.partial(mgpu.split_batch, batch_axis=axis)

@@ -231,14 +231,8 @@ DOT = """
 
 
 def run_python(program, timeout, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=timeout,
-        text=True,
-    )
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "timeout": timeout, "text": True}
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env={**os.environ, **environment}, **options)
 
 
 NEEDS_OLD_NUMPY = pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) >= "1.24.0", reason="needs a NumPy before 1.24")

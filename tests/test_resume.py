@@ -148,10 +148,7 @@ def test_with_shapes_that_the_first_batch_decides(tmp_path, options):
     assert_the_same(whole_and_in_parts(tmp_path, lambda: World(ctx, known=False), [4], **options))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["DataLoader that loads ahead", "sampler", "augmentation by MXNet"],
-)
+@pytest.mark.parametrize("kind", ["DataLoader that loads ahead", "sampler", "augmentation by MXNet"])
 def test_with_data_that_takes_its_order_from_numpy(tmp_path, kind):
     """Gluon's samplers shuffle by NumPy's global generator, and augmentation draws from it as it goes."""
     ((X, y),) = small_batches([34])

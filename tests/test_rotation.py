@@ -132,10 +132,7 @@ def test_an_error_of_the_thread_is_raised_once(tmp_path, where):
         raise OSError("disk full")
 
     rotation.put(failing, 2)
-    with pytest.raises(
-        OSError,
-        match="disk full",
-    ):
+    with pytest.raises(OSError, match="disk full"):
         rotation.wait() if where == "wait" else rotation.put(snapshot_at(3).write, 3)
     assert names(tmp_path) == ["last"] and value_in(tmp_path / "last") == 1
     rotation.wait()

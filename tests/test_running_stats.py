@@ -144,8 +144,7 @@ def regularized(losses):
 
 @pytest.mark.parametrize("drops", [True, False])
 @pytest.mark.parametrize(
-    ("backward", "weights"),
-    [(mgpu.backward, (2, 1)), (autograd.backward, (1, 1)), (gathered, (1, 1)), (regularized, (2, 1))],
+    ("backward", "weights"), [(mgpu.backward, (2, 1)), (autograd.backward, (1, 1)), (gathered, (1, 1)), (regularized, (2, 1))]
 )
 def test_a_pass_that_no_step_used_counts_before_evaluation(backward, weights, drops):
     net, trainer = normed(2)

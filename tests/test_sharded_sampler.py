@@ -43,12 +43,7 @@ def test_every_example_comes_once_and_all_have_as_many_batches(num_processes, mo
 
 @pytest.mark.parametrize(
     "arguments, told",
-    [
-        ((1, 4), "num_examples=1;"),
-        ((9, 1), "batch_size=1;"),
-        ((9, True), "batch_size=True"),
-        ((9, 2.0), "batch_size=2.0"),
-    ],
+    [((1, 4), "num_examples=1;"), ((9, 1), "batch_size=1;"), ((9, True), "batch_size=True"), ((9, 2.0), "batch_size=2.0")],
 )
 def test_what_leaves_a_process_without_examples_is_refused(arguments, told):
     with pytest.raises(DataError, match=told):

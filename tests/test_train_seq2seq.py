@@ -21,9 +21,8 @@ KOREAN = ["영", "일", "이", "삼", "사", "오", "육", "칠", "팔", "구"]
 SMALL = ["--hidden-size", "12", "--held-out", "5", "--batch-tokens", "120"]
 SMALL += ["--dropout", "0"]  # whose random numbers depend on the devices
 WORDS = ["--vocabulary", "words"]
-program = CommandGroup(
-    "gluon-mgpu", commands={"train": train_seq2seq, "translate": translate}
-)  # errors are told as main tells them
+# errors are told as main tells them
+program = CommandGroup("gluon-mgpu", commands={"train": train_seq2seq, "translate": translate})
 
 
 @pytest.fixture(autouse=True)
@@ -236,10 +235,8 @@ def test_n_best_and_scores(model):
 
 
 def test_the_folder_of_a_run_is_its_best_model(model):
-    texts = "one\ntwo three"
-    assert translated("--model", model.parent, "--devices", "cpu*1", input=texts).splitlines()[-2:] == load_translator(
-        model
-    ).best(texts.split("\n"), beam_size=5)
+    lines = translated("--model", model.parent, "--devices", "cpu*1", input="one\ntwo three").splitlines()
+    assert lines[-2:] == load_translator(model).best(["one", "two three"], beam_size=5)
 
 
 @pytest.mark.parametrize("good, words", [((1, None), "1 beam"), ((5, None), "5 beams"), ((5, 1.25), "5 beams of usual length")])

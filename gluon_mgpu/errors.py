@@ -73,7 +73,7 @@ class StaleGradientError(_OneLineError, UserWarning):
 
 
 class StateError(_OneLineError, ValueError):
-    """A file of trainer states is invalid, or belongs to another network."""
+    """States or a checkpoint cannot be saved or read: damaged, of another network or optimizer, or in another run's folder."""
 
 
 class SaveError(_OneLineError, OSError):
@@ -89,7 +89,7 @@ class DataError(_OneLineError, ValueError):
 
 
 class StepError(_OneLineError, RuntimeError):
-    """A device failed while it computed a batch; the message names the step."""
+    """A network or a device failed while it computed a batch; the message names the step."""
 
 
 class ReplicaError(_OneLineError, RuntimeError):

@@ -204,6 +204,8 @@ def split_batch(
         Shapes (B, ...), the same B.
     devices : list of mxnet.Context
     batch_axis : int, or a pair (for X, for y) of ints or nested ints
+    weights : sequence of float, optional
+        Split in these proportions; see `plan_shards`.
 
     Examples
     --------

@@ -102,8 +102,9 @@ def train_batch(
     micro_steps : int
         The number of parts that run one after the other, so that each device holds the activations of one part only. Each part
         is split over all devices; sizes differ by at most one example, and there are at most as many parts as examples. The
-        update equals that of the complete batch, except that BatchNorm normalises each shard of each part separately
-        (synchronised: each part). The batch is split along the `batch_axis` of the split, or along axis 0.
+        update equals that of the complete batch, except that Dropout draws for each part, and BatchNorm normalises each
+        shard of each part separately (synchronised: each part). The batch is split along the `batch_axis` of the split, or along
+        axis 0.
 
     Raises
     ------

@@ -95,13 +95,13 @@ class Callback:
         """About twice a second while training, when the sums have been read."""
 
     def on_test_begin(self, state: FitState) -> None:
-        """After training an epoch, before its evaluation, if there is one."""
+        """Before an evaluation, after an epoch or within it."""
 
     def on_test_report(self, state: FitState, progress: EpochProgress) -> None:
         """About twice a second while evaluating, when the sums have been read."""
 
     def on_test_end(self, state: FitState) -> None:
-        """After the evaluation of an epoch, also if an error or a signal ends it."""
+        """After an evaluation, also if an error or a signal ends it."""
 
     def on_epoch_end(self, state: FitState) -> None:
         """After training and evaluation of an epoch; its row is the last one of `state.history`."""

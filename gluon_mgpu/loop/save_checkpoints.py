@@ -43,8 +43,8 @@ class Checkpoint(Callback):
     keep : int
         How many of the last checkpoints to keep: `last`, and earlier ones, named by their batches: `step-00000200`.
     background : bool
-        Write in a thread while training continues: the values are copied on the devices first. An error is raised at the next
-        save, or at the end. The end of `fit` waits for the thread.
+        Write in a thread while training continues: the values are copied on the devices first. The next save and the end of
+        `fit` wait for the thread, and raise its error.
 
     Raises
     ------

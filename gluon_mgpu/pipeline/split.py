@@ -51,6 +51,8 @@ def split_stages(
     balance : str
         The cost of a layer: `"time"`, which its forward and backward pass takes on the network's first device, or `"bytes"` of
         its parameters. Measuring changes no weights, running statistics or random numbers.
+    data_parallel : sequence of gluon.Block
+        Parts of the network that stand in the last stage and compute a shard on each device: see `Pipeline`.
 
     Raises
     ------

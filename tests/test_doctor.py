@@ -17,6 +17,7 @@ from gluon_mgpu.doctor.findings import Examination
 from gluon_mgpu.doctor.gpu_checks import check_driver, check_gpus
 from gluon_mgpu.doctor.machine_checks import Packages, check_packages, inspect_packages
 from gluon_mgpu.doctor.probe import check_openblas, try_gradient
+from gluon_mgpu.runtime import environment
 from gluon_mgpu.runtime.environment import Setting
 from gluon_mgpu.runtime.nvidia.nvml import Driver, Gpu, GpuProcess
 
@@ -108,6 +109,12 @@ def test_the_versions_are_those_that_are_imported(tmp_path, monkeypatch):
     (tmp_path / "numpy-9.9.dist-info" / "METADATA").write_text("Name: numpy\nVersion: 9.9\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert inspect_packages().versions["numpy"] == metadata.version("numpy") == "9.9"
+
+
+@pytest.mark.parametrize("line", ['psutil>=5; extra == "monitor"', "psutil >=5 ; (os_name == 'posix') and extra == 'monitor'"])
+def test_the_packages_of_an_extra_are_named_whatever_wrote_the_metadata(monkeypatch, line):
+    monkeypatch.setattr(metadata, "requires", lambda name: [line, 'ray; extra == "ray"'])
+    assert environment.install("monitor") == "pip install 'psutil>=5'"
 
 
 def threads_of(*counts):

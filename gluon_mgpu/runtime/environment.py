@@ -123,8 +123,9 @@ def install(extra: str) -> str:
         required = metadata.requires("gluon_mgpu") or []
     except metadata.PackageNotFoundError:  # imported from a clone that is not installed
         return f"pip install '.[{extra}]' in the clone"
-    lines = [line for line in required if f'extra == "{extra}"' in line]
-    return " ".join(["pip install", *(repr(line.split(";")[0].strip()) for line in lines)])
+    # setuptools for Python 3.8 writes: psutil >=5 ; extra == 'monitor'
+    found = [line.split(";")[0].replace(" ", "") for line in required if f'extra == "{extra}"' in line.replace("'", '"')]
+    return " ".join(["pip install", *map(repr, found)])
 
 
 def set_threads(contexts: Sequence[Any]) -> None:

@@ -533,3 +533,38 @@ def test_running_sums_are_dropped_before_they_have_a_place():
     mgpu.backward(losses_of(net, data(1, 6), CPU))
     trainer.discard()
     assert all((gradient.asnumpy() == 0).all() for param in trainer.params for gradient in param.list_grad())
+
+
+@pytest.mark.parametrize("how", ["ignore_stale_grad", "find_unused"])
+def test_no_later_pass_hides_the_parts_of_a_batch_of_another_trainer(how):
+    """It was through other parameters: those of the parts were left out of the step without a word."""
+    shared, unshared, other = (dense(CPU[:2], seed, units=3) for seed in range(3))
+    net = nn.Sequential()
+    net.add(shared, unshared)
+    first = mgpu.Trainer(shared, *MOMENTUM)
+    params = [*unshared.collect_params().values(), *other.collect_params().values()]
+    second = mgpu.Trainer(params, *MOMENTUM, find_unused_parameters=how == "find_unused")
+    mgpu.train_batch(net, gluon.loss.L2Loss(), first, data(2, 6), data(3, 6), micro_steps=2)
+    mgpu.backward(losses_of(other, data(2, 6), CPU[:2]))
+    assert_refused(partial(second.step, 6, how == "ignore_stale_grad"), "the parts of a batch of another trainer")
+    mgpu.train_batch(other, gluon.loss.L2Loss(), second, data(2, 6), data(3, 6), ignore_stale_grad=True)  # drops them
+
+
+def test_a_batch_does_not_mind_the_passes_that_it_drops():
+    net = dense(CPU[:2])
+    trainer = mgpu.Trainer(net, *MOMENTUM)
+    mgpu.backward(losses_of(net, data(0, 1), CPU[:2]))
+    split_f = partial(mgpu.split_batch, weights=[0, 1])  # on the other device
+    mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, data(1, 1), data(2, 1, width=1), split_f=split_f)
+    assert trainer.optimizer.num_update == 1
+
+
+def test_a_plain_loop_after_a_pass_of_ours_through_other_parameters_on_each_device_is_refused():
+    """It summed the gradients of both passes."""
+    branches = [dense(CPU[:2], seed) for seed in range(2)]
+    trainer = mgpu.Trainer([param for net in branches for param in net.collect_params().values()], *MOMENTUM)
+    for backward, order in ((mgpu.backward, branches), (autograd.backward, branches[::-1])):
+        with autograd.record():
+            losses = [net(mx.nd.ones((1, 3), ctx=context)) for net, context in zip(order, CPU)]
+        backward(losses)
+    assert_refused(partial(trainer.step, 2), "one device each.*discard")

@@ -71,7 +71,7 @@ class Gradients:
     _is_full     a pass that has written all of them              it is used, or shared         reads no flag
     _is_behind   a compiled step that has written all of them     a recorded pass, or drop()    raises if a flag is set
     _is_lost     a pass into arrays that Gluon has replaced       the next pass                 raises
-    _doubt       passes that do not belong together               a pass that has written all   raises, and says which
+    _doubt       passes that do not belong together               one has written or drops all  raises, and says which
     ```
 
     Parameters
@@ -294,8 +294,7 @@ class Gradients:
         self._layout.follow(looks=not self.is_settled)
         self._is_lost = self._follow(looks=False) or self._is_lost
         fresh = self._read()
-        is_empty = not fresh.any()
-        if is_empty and self._doubt != _PARTS:
+        if self._doubt != _PARTS and not fresh.any():
             return fresh
         if self._is_lost:
             raise refusal("Trainer.step", "static_shape", "a loop by hand after a change of grad_req")
@@ -305,8 +304,11 @@ class Gradients:
             raise refusal("Trainer.step", "compile_step()", "loss.backward()")
         if self._own:
             raise refusal("Trainer.step", "allreduce_grads()", "another pass with grad_req='add'")
+        last = self._latest
+        if last is not None and not self._is_full and self._are_apart(last.written & fresh, fresh & ~last.flags & ~self._running):
+            self._doubt = _EACH_DEVICE  # a loop of its own has come after it
         doubt = _IDLE if _now.idle and (fresh & self._idle()).any() else self._doubt
-        if doubt and (is_empty or doubt != _PARTS):
+        if doubt and not (doubt == _PARTS and self._reached_by(fresh).all()):
             raise TrainerError(
                 f"Trainer.step: got gradients of {self._layout.params[self._entries[0][0]].name} and others from several "
                 f"backward passes: those of {doubt}; expected those of one pass. Call mgpu.backward([...]) once with the losses "
@@ -386,6 +388,8 @@ class Gradients:
         fresh = self.read()
         self._flags.put(fresh, False)
         self._is_full = False
+        if self is own:  # its earlier passes are dropped
+            self._doubt, self._latest = "", None
         return fresh & self._running if self is own else fresh
 
     def end_pass(self, before: Table, written: Table, *, is_alone: bool) -> None:

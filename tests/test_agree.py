@@ -1,6 +1,7 @@
 """The command gluon-mgpu agree: what it prints and writes, and its exit status."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -64,3 +65,9 @@ def test_wrong_options_are_refused(options, expected, tmp_path):
     assert result.exit_code == 2
     assert expected in " ".join(result.output.split())
     assert not list(tmp_path.iterdir())
+
+
+def test_results_that_could_not_be_saved_are_refused_before_the_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    result = invoke("--output", tmp_path / "new" / "out")
+    assert result.exit_code == 2 and "expected a place that can be written" in " ".join(result.output.split())

@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+from types import SimpleNamespace
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -163,6 +164,14 @@ def test_fit_shows_progress_unless_told_otherwise(capsys):
     assert capsys.readouterr().out.startswith("epoch 1/1  train accuracy ")
     train([], epochs=1)
     assert capsys.readouterr().out == ""
+
+
+def test_progress_is_written_to_an_object_that_can_only_write(monkeypatch):
+    """Programs put one in the place of standard output, to copy it to a file."""
+    written = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append, flush=bool))
+    train(None, epochs=1)
+    assert "".join(written).startswith("epoch 1/1  train accuracy ")
 
 
 def test_progress_is_a_line_that_changes_on_a_terminal(capsys, monkeypatch):

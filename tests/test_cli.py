@@ -338,16 +338,23 @@ def test_python_m_is_the_command_and_reports_errors_without_a_traceback(tmp_path
     assert line.startswith("Error: use_devices: got cpu(0) twice in [cpu(0), cpu(0)]; expected different devices.")
 
 
-@pytest.mark.parametrize("command", ["train resnet18", "train seq2seq", "monitor --count 1 --interval 0.1"])
-def test_a_package_that_does_not_fit_mxnet_is_one_line_and_no_matter_to_the_monitor(tmp_path, monkeypatch, command):
-    (tmp_path / "mxnet.py").write_text("raise AttributeError('no np.long')")
+@pytest.mark.parametrize(
+    "command, error, told",
+    [
+        ("train resnet18", "AttributeError('no np.long')", "got no np.long, from a package .*"),
+        ("train seq2seq", "OSError('libgfortran.so.3: cannot open')", "got libgfortran.so.3: cannot open; expected the system.*"),
+        ("monitor --count 1 --interval 0.1", "OSError('libcuda')", ""),
+    ],
+)
+def test_what_mxnet_lacks_is_one_line_and_no_matter_to_the_monitor(tmp_path, monkeypatch, command, error, told):
+    (tmp_path / "mxnet.py").write_text(f"raise {error}")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     arguments = [sys.executable, "-m", "gluon_mgpu", *command.split()]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=240)
-    if command.startswith("monitor"):
-        assert json.loads(done.stdout)["host"]["num_cores"] == os.cpu_count()
+    if told:
+        assert re.match(f"Error: import gluon_mgpu: {told} Run gluon-mgpu doctor, which reports what is missing.\n$", done.stderr)
     else:
-        assert re.match("Error: import gluon_mgpu: got no np.long, from a package .* gluon-mgpu doctor, which.*\n$", done.stderr)
+        assert json.loads(done.stdout)["host"]["num_cores"] == os.cpu_count()
 
 
 @pytest.mark.parametrize("there, taken", [(["best", "last"], "best"), (["last"], "last"), (["."], ""), ([], "")])

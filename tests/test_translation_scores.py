@@ -1,11 +1,13 @@
 """Scores of translations, against counting by hand."""
 
 import math
+import sys
 import unicodedata
 from collections import Counter
 
 import pytest
-from gluon_mgpu.models.seq2seq.translation_scores import exact_match, score_signatures, translation_scores
+from gluon_mgpu.errors import MissingExtraError
+from gluon_mgpu.models.seq2seq.translation_scores import exact_match, has_sacrebleu, score_signatures, translation_scores
 
 KOREAN = ["고양이 스무 마리가 있다", "오늘은 날씨가 좋다"]
 NEARLY = ["고양이 스물 마리가 있다", "오늘 날씨가 좋네"]
@@ -32,6 +34,12 @@ def test_exact_match_counts_whole_sentences():
 def test_without_sacrebleu_there_is_the_exact_match(monkeypatch):
     monkeypatch.setattr("gluon_mgpu.models.seq2seq.translation_scores.has_sacrebleu", lambda: False)
     assert translation_scores(["a", "b", "c", "e"], ["a", "b", "c", "d"]) == {"exact_match": 75.0}
+
+
+def test_a_sacrebleu_that_cannot_be_imported_is_named_before_the_training(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    with pytest.raises(MissingExtraError, match="sacrebleu.*'seq2seq'"):
+        has_sacrebleu()
 
 
 def test_signatures_say_how_scores_were_computed(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -81,7 +82,15 @@ image_options = all_of(
 
 def output_option(default: str, content: str) -> Callable[[Any], Any]:
     """Return `--output`, the folder of a command's files."""
-    return click.option("--output", type=FOLDER, default=Path(default), help=f"Folder for {content}.")
+    return click.option("--output", type=FOLDER, default=Path(default), callback=_writable, help=f"Folder for {content}.")
+
+
+def _writable(_context: click.Context, _parameter: click.Parameter, path: Path) -> Path:
+    """Raise before the work if its results could not be saved after it."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    if not os.access(there, os.W_OK):
+        raise click.BadParameter(f"got {path}; expected a place that can be written. Pass another.")
+    return path
 
 
 def best_of(folder: Path) -> Path:

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any, Iterable, Iterator, List, Sequence
 
 import click
-import mxnet as mx
-from mxnet import gluon, init
 
 from ..checkpoint.random_state import random_state, set_random_state
 from ..data_parallel.sharding import split_data
@@ -23,6 +21,7 @@ from ..pipeline.pipeline import Pipeline
 from ..pipeline.split import split_stages
 from ..runtime import environment
 from ..runtime.determinism import seed_everything
+from ..runtime.loaded import mxnet as mx
 from ..runtime.units import format_bytes
 from ..trainer.precision import set_precision
 from ..trainer.trainer import Trainer
@@ -44,20 +43,20 @@ def prepared_devices(options: SimpleNamespace) -> Iterator[List[mx.Context]]:
 
 
 def prepare_network(
-    net: gluon.HybridBlock, ctx: Sequence[mx.Context], options: SimpleNamespace, train_iter: Iterable[Any]
-) -> gluon.Block:
+    net: mx.gluon.HybridBlock, ctx: Sequence[mx.Context], options: SimpleNamespace, train_iter: Iterable[Any]
+) -> mx.gluon.Block:
     """Initialise a network on the devices, or move it there. Return it, or its pipeline."""
     where = ctx[0] if is_divided(options) else list(ctx)
     params = net.collect_params()
     if any(param._data is not None or param._deferred_init for param in params.values()):
         params.reset_ctx(where)
     else:
-        net.initialize(init.Xavier(), ctx=where)
+        net.initialize(mx.init.Xavier(), ctx=where)
     return divided(net, ctx, options, train_iter) if is_divided(options) else net
 
 
 def create_trainer(
-    net: gluon.Block, optimizer: str, options: SimpleNamespace, *, steps: int, warmup_steps: int, **more: Any
+    net: mx.gluon.Block, optimizer: str, options: SimpleNamespace, *, steps: int, warmup_steps: int, **more: Any
 ) -> Trainer:
     """Return the trainer. Its learning rate warms up, then falls along a cosine; it is constant if steps is 0: unknown."""
     begin = {"base_lr": options.lr, "warmup_steps": warmup_steps, "warmup_begin_lr": options.lr / 10}
@@ -108,7 +107,7 @@ def num_replicas(options: Any, ctx: Sequence[mx.Context]) -> int:
     return max(1, len(ctx) // (options.stages or len(ctx))) if is_divided(options) else len(ctx)
 
 
-def divided(net: gluon.Block, ctx: Sequence[mx.Context], options: Any, train_iter: Iterable[Any]) -> Pipeline:
+def divided(net: mx.gluon.Block, ctx: Sequence[mx.Context], options: Any, train_iter: Iterable[Any]) -> Pipeline:
     """Return the pipeline of a network that is initialised on the first device, and print where its stages are."""
     stages, replicas, processes = options.stages or len(ctx), num_replicas(options, ctx), this_process().num_processes
     micro_batches = options.micro_batches or 4 * stages

@@ -20,7 +20,7 @@ _NOTHING = {
     "ko": """해당 항목이 없습니다: {}
 1. 직접 정한 이름과 숫자를 뺀 이 줄을 https://github.com/apache/mxnet/issues 에서 검색하세요.
 2. gluon-mgpu doctor로 이 컴퓨터를 점검하세요.
-3. docs/troubleshooting.md에서 증상을 찾아보세요.
+3. docs/ko/troubleshooting.md에서 증상을 찾아보세요.
 4. 마지막 줄만이 아니라 트레이스백 전체를 들어, 마지막 프레임의 라이브러리를 개발하는 곳에 문의하세요.""",
 }
 _SHOWN = 200  # letters of a message

@@ -33,11 +33,10 @@ def export(run: Path, onnx: Optional[Path], symbol: Optional[Path], check: bool,
     """
     if onnx is None and symbol is None:
         raise click.UsageError("got no format; expected --onnx or --symbol. Pass one or both of them.")
-    import mxnet as mx
-
     from ..checkpoint.replace_folder import recover_path
     from ..exporters.export import export as export_network
     from ..models.seq2seq.translator import CONFIG_FILE, load_translator
+    from ..runtime.loaded import mxnet as mx
 
     folder = best_of(run)
     options: Dict[str, Any] = {"check": check, "tolerance": tolerance}

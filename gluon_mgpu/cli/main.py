@@ -52,11 +52,8 @@ class CommandGroup(click.Group):
                     command, what = ctx.invoked_subcommand or ctx.info_name, error.filename or "an output"
                     told = f"{command}: got {what} ({error.strerror or error}); expected one that can be read or written."
                 raise click.ClickException(told) from error
-            if isinstance(error, (AttributeError, ImportError)) and not hasattr(sys.modules.get("mxnet"), "nd"):
-                try:
-                    importlib.import_module("gluon_mgpu.runtime.loaded")
-                except ImportError as reason:
-                    raise click.ClickException(f"{reason} Run gluon-mgpu doctor, which reports what is missing.") from error
+            if isinstance(error, ImportError) and not hasattr(sys.modules.get("mxnet"), "nd"):
+                raise click.ClickException(f"{error} Run gluon-mgpu doctor, which reports what is missing.") from error
             raise
 
 

@@ -6,9 +6,8 @@ import inspect
 from types import SimpleNamespace
 from typing import Any, List, Sequence
 
-import mxnet as mx
-
 from ..errors import TrainerError
+from ..runtime.loaded import mxnet as mx
 from ..tuning.workload import load_workload, reference_of
 from .train_resnet18 import train_network
 

@@ -8,9 +8,6 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any, Callable, List, Optional, Sequence
 
-import mxnet as mx
-from mxnet import gluon
-
 from ..checkpoint.resume import num_batches_of
 from ..data import ArrayLoader, ImageData, load_digits, load_fashion_mnist, load_idx_folder, load_mnist
 from ..data_parallel.sharding import plan_shards, split_batch
@@ -21,6 +18,7 @@ from ..loop.save_checkpoints import Checkpoint
 from ..loop.trace import Trace
 from ..models import resnet18
 from ..plots import plot_schedule, plot_trace, save
+from ..runtime.loaded import mxnet as mx
 from ..runtime.units import format_column
 from ._output import print_once
 from ._training import create_trainer, is_divided, prepare_network, prepared_devices, run_fit
@@ -38,7 +36,7 @@ def train(options: SimpleNamespace) -> None:
         f"{images.name}: {len(images.train_images)} images to train on, {len(images.test_images)} to test, "
         f"{images.num_classes} classes"
     )
-    loss = gluon.loss.SoftmaxCrossEntropyLoss()
+    loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
     train_network(lambda ctx: (resnet18(images.num_classes), loss, train_iter, test_iter), options, title=title, unit="images")
 
 
@@ -48,7 +46,7 @@ def train_network(make: Callable[[List[mx.Context]], Sequence[Any]], options: Si
         net, loss, train_iter, test_iter = make(ctx)
         names = ", ".join(map(str, ctx))
         print_once(f"{title}, on {names}")
-        if isinstance(net, gluon.HybridBlock):
+        if isinstance(net, mx.gluon.HybridBlock):
             net.hybridize(static_alloc=True, static_shape=True)
         net = prepare_network(net, ctx, options, train_iter)
         limits = Limits(options.max_steps, options.limit_batches)

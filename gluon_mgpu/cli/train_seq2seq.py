@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any, Dict, List, Sequence, Tuple
 
 import click
-import mxnet as mx
 
 from ..data import (
     PairLoader,
@@ -31,6 +30,7 @@ from ..models import SequenceLoss, unigram_log_p
 from ..models.seq2seq.training_callbacks import SaveTranslator, TokenProgress, ValidateTranslations
 from ..models.seq2seq.translation_scores import has_sacrebleu, score_signatures, translation_scores
 from ..models.seq2seq.translator import BEAM_SIZE, Translator, load_translator
+from ..runtime.loaded import mxnet as mx
 from ..runtime.units import format_column
 from ._output import print_once, showing
 from ._training import create_trainer, num_replicas, prepare_network, prepared_devices, run_fit

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Dict, List, Sequence
+from typing import Any, Dict, List, Sequence
 
 from ..devices.describe import DeviceInfo, describe_devices
 from ..devices.select import resolve_devices
@@ -19,9 +19,6 @@ from ..runtime import environment, openmp_threads
 from ..runtime.environment import Setting
 from ..runtime.loaded import mxnet as mx
 from .findings import Examination, Problem, describe_error
-
-if TYPE_CHECKING:
-    from mxnet import Context
 
 _PREFIX = "threads of cpu("
 _LIBRARY = re.compile(r"lib(cudart|cudnn|cublas|nccl|cufft|curand|cusolver|nvrtc|cuda)[-_.]\S*|libmxnet\.so")
@@ -32,7 +29,7 @@ def probe(spec: str) -> Dict[str, Any]:
     exam = Examination()
     features = sorted(name for name, feature in mx.runtime.Features().items() if feature.enabled)
     devices = exam.run("devices", [], describe_devices)
-    contexts: List[Context] = []
+    contexts: List[mx.Context] = []
     try:
         contexts = resolve_devices(spec)
     except DeviceError as error:
@@ -56,7 +53,7 @@ def probe(spec: str) -> Dict[str, Any]:
     }
 
 
-def try_gradient(context: Context) -> List[Problem]:
+def try_gradient(context: mx.Context) -> List[Problem]:
     """Return a problem if a device computes a wrong gradient of x * x, which is 2 x."""
     to_do = "Train on other devices: --devices cpu."
     try:

@@ -174,7 +174,7 @@ class Progress(Callback):
     def _show(self, *columns: str) -> None:
         """Print a line that changes on a terminal, otherwise one every few seconds."""
         line = "  ".join(columns)
-        if sys.stdout is not None and sys.stdout.isatty():
+        if getattr(sys.stdout, "isatty", bool)():  # which an object that copies the output to a file may lack
             self._print(line[: shutil.get_terminal_size().columns - 1], end="")
         elif time.perf_counter() - self._printed > self._every_s:
             self._print(line)

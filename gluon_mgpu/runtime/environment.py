@@ -101,11 +101,11 @@ def require(module: str, extra: str, operation: str) -> Any:
     Raises
     ------
     MissingExtraError
-        It is not installed; the message names `extra` and the packages in it.
+        It is not installed, or cannot be imported; the message names `extra` and the packages in it.
     """
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except Exception as error:  # of a package that is there and does not fit others: a system library, NumPy, protobuf
         raise MissingExtraError(
             f"{operation}: got no package {module.split('.')[0]} ({error}); expected the extra {extra!r}. Run {install(extra)}."
         ) from error

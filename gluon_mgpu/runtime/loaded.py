@@ -45,7 +45,7 @@ def load_mxnet() -> ModuleType:
             "docker run --gpus all); on the CPU, pip uninstall mxnet-cu112 and pip install mxnet==1.9.1. CUDA's other "
             "libraries come with pip install '.[cu112]' in a clone of gluon_mgpu; they are found unless GLUON_MGPU_RUNTIME=off."
         ) from error
-    except AttributeError as error:  # np.long, for example: MXNet imports SciPy if it is there
+    except (AttributeError, ValueError) as error:  # np.long, for example: MXNet imports SciPy if it is there
         raise ImportError(
             f"import gluon_mgpu: got {error}, from a package that does not fit numpy {numpy.__version__}; expected one for NumPy "
             "1, such as SciPy before 1.16. Run pip install 'scipy<1.16'."
@@ -60,5 +60,5 @@ def load_mxnet() -> ModuleType:
     return mxnet
 
 
-mxnet = load_mxnet()
-wait_at_exit(mxnet)
+wait_at_exit(load_mxnet())
+import mxnet as mxnet  # noqa: E402

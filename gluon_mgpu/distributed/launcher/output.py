@@ -62,13 +62,18 @@ class Log:
         self.path = path
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed with the process)
         self._prefix, self._show_bytes = prefix, show
+        self._is_incomplete = False
         self._begun = [b"", b""]  # incomplete lines of standard output and error
         self._kept: Deque[str] = deque(maxlen=_KEPT)
 
     def write(self, data: bytes, stream: int) -> None:
         """Write bytes from the process's standard output (0) or error (1)."""
-        with suppress(OSError, ValueError):  # a full disk must not end the training; orphans write when it is closed
+        try:
             self._file.write(data)
+        except (OSError, ValueError) as error:  # a full disk must not end the training; orphans write when it is closed
+            if not (self._is_incomplete or self._file.closed):
+                self._is_incomplete = True
+                self._show_bytes(f"gluon-mgpu launch: {self.path} is incomplete: {error}\n".encode(), 1)
         *lines, begun = (self._begun[stream] + data).split(b"\n")
         if len(begun) > _LONGEST:
             lines, begun = [*lines, begun], b""

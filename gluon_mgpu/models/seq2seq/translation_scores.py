@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import unicodedata
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Dict, Sequence
 
 from ...checks import texts_of
 from ...data.text.pairs import normalise
 from ...errors import DataError
+from ...runtime.environment import require
 
 
 def has_sacrebleu() -> bool:
-    """Return whether sacrebleu is installed, which BLEU and chrF need: the extra `seq2seq`."""
-    return find_spec("sacrebleu") is not None
+    """Return whether sacrebleu is installed, which BLEU and chrF need: the extra `seq2seq`. Raise if it cannot be imported."""
+    return find_spec("sacrebleu") is not None and bool(_import())
 
 
 def translation_scores(translations: Sequence[str], references: Sequence[str]) -> Dict[str, float]:
@@ -54,10 +54,14 @@ def score_signatures(references: Sequence[str]) -> Dict[str, str]:
     return found
 
 
+def _import() -> Any:
+    return require("sacrebleu.metrics", "seq2seq", "translation_scores")  # only here: the import is slow
+
+
 def _metrics(references: Sequence[str]) -> Dict[str, Any]:
     if not has_sacrebleu():
         return {}
-    metrics = import_module("sacrebleu.metrics")  # only here: the import is slow
+    metrics = _import()
     tokenize = "char" if _is_korean(references) else "13a"
     # force: sentences of few words that end in a period are not tokenized text, of which sacrebleu would warn
     return {"bleu": metrics.BLEU(tokenize=tokenize, force=True), "chrf": metrics.CHRF()}

@@ -559,12 +559,19 @@ def test_a_batch_does_not_mind_the_passes_that_it_drops():
     assert trainer.optimizer.num_update == 1
 
 
-def test_a_plain_loop_after_a_pass_of_ours_through_other_parameters_on_each_device_is_refused():
-    """It summed the gradients of both passes."""
-    branches = [dense(CPU[:2], seed) for seed in range(2)]
-    trainer = mgpu.Trainer([param for net in branches for param in net.collect_params().values()], *MOMENTUM)
-    for backward, order in ((mgpu.backward, branches), (autograd.backward, branches[::-1])):
-        with autograd.record():
-            losses = [net(mx.nd.ones((1, 3), ctx=context)) for net, context in zip(order, CPU)]
-        backward(losses)
-    assert_refused(partial(trainer.step, 2), "one device each.*discard")
+@pytest.mark.parametrize("parts", ["micro_steps", "virtual_shards"])
+@pytest.mark.parametrize("backward", [mgpu.backward, autograd.backward])
+def test_a_layer_that_is_never_used_hides_no_parts(parts, backward):
+    """Of a discriminator, which its own pass writes again where the parts of the generator's batch have written."""
+    generator, head, unused = (dense(CPU[:2], seed, units=3) for seed in range(3))
+    net = nn.Sequential()
+    net.add(generator, head)
+    first = mgpu.Trainer(generator, *MOMENTUM, virtual_shards=4 if parts == "virtual_shards" else None)
+    params = [*head.collect_params().values(), *unused.collect_params().values()]
+    second = mgpu.Trainer(params, *MOMENTUM, find_unused_parameters=True)
+    for step in range(2):
+        batch = data(step, 8), data(3, 8)
+        mgpu.train_batch(net, gluon.loss.L2Loss(), first, *batch, micro_steps=2 if parts == "micro_steps" else 1)
+        backward(losses_of(head, data(2, 8), CPU[:2]))
+        second.step(8)
+    assert second.optimizer.num_update == 2

@@ -76,7 +76,10 @@ def test_versions_that_do_not_fit(monkeypatch, replaced, told):
     [
         (OSError("libgomp.so.1: cannot open shared object file: No such file or directory"), "package libgomp1"),
         (AttributeError("module 'numpy' has no attribute 'long'"), "SciPy before 1.16"),
-        (ValueError("numpy.dtype size changed"), "got numpy.dtype size changed, from a package that does not fit numpy"),
+        (
+            ValueError("numpy.dtype size changed, may indicate binary incompatibility"),
+            "numpy.dtype size changed, .*SciPy before 1.16",
+        ),
     ],
 )
 def test_what_mxnet_needs_is_named(monkeypatch, error, told):
@@ -106,7 +109,7 @@ def test_an_extra_that_is_missing_is_named(tmp_path, monkeypatch):
     assert runtime.require("numpy.linalg", "train", "plot") is np.linalg
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "broken.py").write_text("raise OSError('libfoo.so.1: cannot open shared object file')")
-    with pytest.raises(MissingExtraError, match=r"broken \(libfoo.so.1: .*'train'"):  # there, and of no use
+    with pytest.raises(MissingExtraError, match=r"broken that works \(libfoo.so.1: .*'train'"):
         runtime.require("broken", "train", "plot")
 
 

@@ -10,6 +10,8 @@ from typing import Any, Callable, Optional
 
 import click
 
+from ..distributed.process import this_process
+
 
 class Real(click.FloatRange):
     """Finite numbers in a range, in ASCII: click also takes other digits, and inf and nan, which no comparison refuses."""
@@ -87,8 +89,8 @@ def output_option(default: str, content: str) -> Callable[[Any], Any]:
 
 def _writable(_context: click.Context, _parameter: click.Parameter, path: Path) -> Path:
     """Raise before the work if its results could not be saved after it."""
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    if not os.access(there, os.W_OK):
+    there = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
+    if not (this_process().rank or (there.is_dir() and os.access(there, os.W_OK | os.X_OK))):  # only process 0 saves
         raise click.BadParameter(f"got {path}; expected a place that can be written. Pass another.")
     return path
 

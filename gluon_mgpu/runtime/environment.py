@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Dict, Iterator, List, Sequence, Set
 
-from ..errors import MissingExtraError
+from ..errors import MissingExtraError, last_line
 from . import cuda_libraries, openmp_threads
 from .openmp_threads import num_cores as num_cores
 
@@ -107,7 +107,8 @@ def require(module: str, extra: str, operation: str) -> Any:
         return importlib.import_module(module)
     except Exception as error:  # of a package that is there and does not fit others: a system library, NumPy, protobuf
         raise MissingExtraError(
-            f"{operation}: got no package {module.split('.')[0]} ({error}); expected the extra {extra!r}. Run {install(extra)}."
+            f"{operation}: got no package {module.split('.')[0]} that works ({last_line(error)}); expected the extra {extra!r}. "
+            f"Run {install(extra)}."
         ) from error
 
 

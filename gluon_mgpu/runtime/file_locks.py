@@ -46,7 +46,7 @@ class FolderLock:
             The folder cannot be written to, or its lock file is a link.
         """
         try:
-            if self._path.is_symlink():  # filelock before 3.20.3, all that Python 3.9 has, would empty what it points to
+            if self._path.is_symlink():  # filelock before 3.20.1, all that Python 3.9 has, would empty what it points to
                 raise OSError(errno.ELOOP, "Is a link", str(self._path))
             if not self._lock.is_locked:
                 self._lock.acquire(timeout=patience_s)

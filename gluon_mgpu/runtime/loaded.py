@@ -46,6 +46,8 @@ def load_mxnet() -> ModuleType:
             "libraries come with pip install '.[cu112]' in a clone of gluon_mgpu; they are found unless GLUON_MGPU_RUNTIME=off."
         ) from error
     except (AttributeError, ValueError) as error:  # np.long, for example: MXNet imports SciPy if it is there
+        if isinstance(error, ValueError) and "numpy" not in str(error):
+            raise
         raise ImportError(
             f"import gluon_mgpu: got {error}, from a package that does not fit numpy {numpy.__version__}; expected one for NumPy "
             "1, such as SciPy before 1.16. Run pip install 'scipy<1.16'."

@@ -71,7 +71,7 @@ class Gradients:
     _is_full     a pass that has written all of them              it is used, or shared         reads no flag
     _is_behind   a compiled step that has written all of them     a recorded pass, or drop()    raises if a flag is set
     _is_lost     a pass into arrays that Gluon has replaced       the next pass                 raises
-    _doubt       passes that do not belong together               one has written or drops all  raises, and says which
+    _doubt       passes that do not belong together               a pass that has written all   raises, and says which
     ```
 
     Parameters
@@ -103,8 +103,8 @@ class Gradients:
         self._reached: Set[int] = set()  # parameters that counted passes have written
         self._own: List[Tuple[Array, Array]] = []  # gradients that hold a sum over devices, each with a copy of the device's own
         self._doubt = ""  # what makes the gradients ambiguous
-        self._is_lost = False  # whether the latest pass has written into former arrays
-        self._is_behind = False  # whether a flag may be older than the latest compiled step
+        self._parts: Set[int] = set()  # parameters that a batch of another trainer has written part by part
+        self._is_lost = self._is_behind = False  # see above
         self._watch()
         for one in _alive():  # whose steps may be of the same parameters
             one._is_full = False
@@ -304,11 +304,8 @@ class Gradients:
             raise refusal("Trainer.step", "compile_step()", "loss.backward()")
         if self._own:
             raise refusal("Trainer.step", "allreduce_grads()", "another pass with grad_req='add'")
-        last = self._latest
-        if last is not None and not self._is_full and self._are_apart(last.written & fresh, fresh & ~last.flags & ~self._running):
-            self._doubt = _EACH_DEVICE  # a loop of its own has come after it
         doubt = _IDLE if _now.idle and (fresh & self._idle()).any() else self._doubt
-        if doubt and not (doubt == _PARTS and self._reached_by(fresh).all()):
+        if doubt and not (doubt == _PARTS and fresh.any() and self._parts.issubset(self._indices[fresh].tolist())):
             raise TrainerError(
                 f"Trainer.step: got gradients of {self._layout.params[self._entries[0][0]].name} and others from several "
                 f"backward passes: those of {doubt}; expected those of one pass. Call mgpu.backward([...]) once with the losses "
@@ -389,7 +386,7 @@ class Gradients:
         self._flags.put(fresh, False)
         self._is_full = False
         if self is own:  # its earlier passes are dropped
-            self._doubt, self._latest = "", None
+            self._doubt, self._latest, self._parts = "", None, set()
         return fresh & self._running if self is own else fresh
 
     def end_pass(self, before: Table, written: Table, *, is_alone: bool) -> None:
@@ -460,7 +457,7 @@ class Gradients:
             if not joins:
                 self._flags.put(idle, False)
         if not joins:
-            self._doubt, self._latest = "", _Written(written, written, _now.num_steps)
+            self._doubt, self._latest = _PARTS if self._parts else "", _Written(written, written, _now.num_steps)
 
     def drop_parts(self, own: Gradients) -> None:
         """Drop what the latest pass has written: it was the last of several parts, and only the `own` ones have their sum.
@@ -471,6 +468,7 @@ class Gradients:
             params, shared = self._layout.params, set(map(id, own._layout.params))
             alone = np.array([id(params[index]) not in shared for index, _ in self._entries], dtype=bool)
             self._flags.put(self._latest.written & alone, False)
+            self._parts.update(self._indices[self._latest.written & alone].tolist())
             self._is_full, self._doubt = False, _PARTS
 
     def reached(self) -> Set[Context]:
@@ -507,7 +505,7 @@ class Gradients:
         if not self._is_behind:
             self._flags.clear()
         self._is_full = False
-        self._doubt, self._latest, self._is_lost = "", None, False
+        self._doubt, self._latest, self._is_lost, self._parts = "", None, False, set()
 
     def _reached_by(self, written: Table) -> Table:
         """Return all gradients of the parameters that a pass has written on some device."""

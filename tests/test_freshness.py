@@ -538,16 +538,27 @@ def test_running_sums_are_dropped_before_they_have_a_place():
 @pytest.mark.parametrize("how", ["ignore_stale_grad", "find_unused"])
 def test_no_later_pass_hides_the_parts_of_a_batch_of_another_trainer(how):
     """It was through other parameters: those of the parts were left out of the step without a word."""
-    shared, unshared, other = (dense(CPU[:2], seed, units=3) for seed in range(3))
-    net = nn.Sequential()
-    net.add(shared, unshared)
-    first = mgpu.Trainer(shared, *MOMENTUM)
-    params = [*unshared.collect_params().values(), *other.collect_params().values()]
+    shared, *heads, other = (dense(CPU[:2], seed, units=3) for seed in range(4))
+    first, batch, loss = mgpu.Trainer(shared, *MOMENTUM), (data(2, 6), data(3, 6)), gluon.loss.L2Loss()
+    params = [param for net in (*heads, other) for param in net.collect_params().values()]
     second = mgpu.Trainer(params, *MOMENTUM, find_unused_parameters=how == "find_unused")
-    mgpu.train_batch(net, gluon.loss.L2Loss(), first, data(2, 6), data(3, 6), micro_steps=2)
-    mgpu.backward(losses_of(other, data(2, 6), CPU[:2]))
-    assert_refused(partial(second.step, 6, how == "ignore_stale_grad"), "the parts of a batch of another trainer")
-    mgpu.train_batch(other, gluon.loss.L2Loss(), second, data(2, 6), data(3, 6), ignore_stale_grad=True)  # drops them
+    step = partial(second.step, 6, how == "ignore_stale_grad")
+    compiled = mgpu.compile_step(other, loss, mgpu.Trainer(other, *MOMENTUM))
+    for head in heads:
+        net = nn.Sequential()
+        net.add(shared, head)
+        mgpu.train_batch(net, loss, first, *batch, micro_steps=2)
+    for later in (heads[1], other):
+        compiled(*batch)
+        mgpu.backward(losses_of(later, batch[0], CPU[:2]))
+        assert_refused(step, "the parts of a batch of another trainer")
+    if how == "find_unused":
+        second.discard()
+    else:
+        mgpu.train_batch(other, loss, second, *batch, ignore_stale_grad=True)  # drops them, too
+    compiled(*batch)
+    mgpu.backward(losses_of(other, batch[0], CPU[:2]))
+    step()
 
 
 def test_a_batch_does_not_mind_the_passes_that_it_drops():

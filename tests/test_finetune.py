@@ -88,10 +88,11 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, optimizer, step):
     assert_same(part(tmp_path / "parts"), expected)
 
 
-def test_a_run_that_has_ended_leaves_layers_as_the_run_did(tmp_path):
+@pytest.mark.parametrize("unfreeze_epoch", [None, 2])
+def test_a_run_that_has_ended_leaves_layers_as_the_run_did(tmp_path, unfreeze_epoch):
     for _ in range(2):
         net = conv_net([mx.cpu(0)])
-        callbacks = [mgpu.Finetune(net[0], unfreeze_epoch=None), mgpu.Checkpoint(tmp_path, monitor=None)]
+        callbacks = [mgpu.Finetune(net[0], unfreeze_epoch=unfreeze_epoch), mgpu.Checkpoint(tmp_path, monitor=None)]
         mgpu.fit(net, LOSS, make_trainer(net), small_batches(SIZES), epochs=1, callbacks=callbacks, resume="auto")
         assert {param.grad_req for param in net[0].collect_params().values()} == {"null"}
 

@@ -7,7 +7,7 @@ import io
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -92,7 +92,7 @@ def take_snapshot(
     *,
     place: Optional[ProgressRecord] = None,
     arrays: Optional[Dict[str, Array]] = None,
-    base: Optional[int] = None,
+    base: Optional[Tuple[int, bool]] = None,
 ) -> Snapshot:
     """Return copies of a network's parameters and its trainer's states, and reseed MXNet's generators.
 
@@ -107,7 +107,7 @@ def take_snapshot(
         The progress of the run, as values for JSON; its `step` determines the seed.
     arrays : dict of str to NDArray, optional
         Further arrays to save, shapes (...).
-    base : int, optional
+    base : (int, bool), optional
         See `random_state.draw_base`. None draws it, and waits for it.
 
     Raises
@@ -235,13 +235,15 @@ def reseed(content: CheckpointData) -> None:
 
 
 def _seed(random: Dict[str, Any]) -> None:
-    mx.random.seed(random_state.seed_of(random["base"], random["step"], this_process().rank))
+    number, is_shared = random["base"]  # processes that drew the same numbers go on doing so
+    mx.random.seed(random_state.seed_of(number, random["step"], 0 if is_shared else this_process().rank))
 
 
-def _reseeded(trainer: Trainer, step: int, base: Optional[int]) -> Dict[str, Any]:
+def _reseeded(trainer: Trainer, step: int, base: Optional[Tuple[int, bool]]) -> Dict[str, Any]:
     """Reseed MXNet's generators, whose state cannot be read; return the RNG state of all generators."""
-    base = random_state.draw_base(trainer.contexts[0]) if base is None else base
-    random = {"base": base, "step": step, **random_state.random_state()}
+    number, is_shared = random_state.draw_base(trainer.contexts[0]) if base is None else base
+    is_shared = is_shared or trainer.virtual_shards is not None
+    random = {"base": [number, is_shared], "step": step, **random_state.random_state()}
     _seed(random)
     return random
 

@@ -98,8 +98,7 @@ class VirtualPasses(Passes):
             means = [one / plan.num_examples for one in root[len(gradients[0]) :]]
             for own, context in zip(stats, contexts):
                 own.move([mean.as_in_context(context) for mean in means])
-        if self._inner.draws is not False:  # what a program draws after the batch does not depend on the devices
-            mx.random.seed(virtual.seed_of(self._num_shards))
+        mx.random.seed(virtual.seed_of(self._num_shards))  # what a program draws after the batch does not depend on the devices
         virtual.batches += 1
         return outputs, losses
 

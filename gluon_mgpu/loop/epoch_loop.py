@@ -97,7 +97,7 @@ class Run:
         rows = [dict(row) for row in content.progress["history"]]
         state.history.rows.extend(rows[:-1] if position.row else rows)
         state.history.evaluations.extend(position.evaluations)
-        state.epoch, state.batches, state.step = position.epoch, position.batches, position.step
+        state.epoch, state.batches, state.step = position.epoch - (not self._is_in_epoch), position.batches, position.step
         sums = {key[len(SUM) :]: array for key, array in content.arrays.items() if key.startswith(SUM)}
         self._sums.restore(position.counts, sums, state.trainer.contexts)
         set_loader_epoch(self.test_iter, position.test_epoch)

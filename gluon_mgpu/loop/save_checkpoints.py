@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, Optional, Tuple, Union
 
 from ..checkpoint.random_state import draw_base
 from ..checkpoint.replace_folder import explained, make
@@ -102,7 +102,7 @@ class Checkpoint(Callback):
             self._check_replaceable(self.folder / name)
         check_all_saved(state.net, state.trainer)
         describe(state.trainer.optimizer)  # raises before the first epoch if the optimizer cannot be saved
-        self._base: Optional[int] = None
+        self._base: Optional[Tuple[int, bool]] = None
         self._saved: Any = None
         self._reached = state.step
         if state.resumed is not None and state.resumed.training is not None:

@@ -95,15 +95,16 @@ def complete_parts(begin: int, end: int) -> List[Tuple[int, int]]:
     return [node.part for node in joined(Node((number, 1), []) for number in range(begin, end))]
 
 
-def draw_base(context: Context) -> int:
+def draw_base(context: Context) -> Tuple[int, bool]:
     """Draw a number from MXNet's generator of a device, in process 0 for the whole job. Waits for it.
 
     The state of MXNet's generators cannot be read, so virtual shards and checkpoints reseed them. The seeds are derived from this
-    number, which is the same for every program with the same initial seed.
+    number, which is the same for every program with the same initial seed. Also return whether all processes drew the same one.
     """
     drawn = int(mx.nd.random.randint(0, 2**31 - 1, shape=(1,), ctx=context).asscalar())
     processes = group()  # generators with the same seed diverge if processes draw for parts of different sizes
-    return drawn if processes is None else int(processes.all_gather_bytes(str(drawn).encode())[0])
+    found = [drawn] if processes is None else list(map(int, processes.all_gather_bytes(str(drawn).encode())))
+    return found[0], len(set(found)) == 1
 
 
 def seed_of(base: int, step: int, rank: int = 0) -> int:
@@ -198,7 +199,7 @@ class TreeSum(DeviceSum):
     def begin(self, slabs: List[Slab]) -> List[List[Array]]:
         """Begin a batch with gradients in these slabs, and return their arrays: a list for each device."""
         if self.virtual.base is None:
-            self.virtual.base = draw_base(self._contexts[0])
+            self.virtual.base, _ = draw_base(self._contexts[0])
         self._nodes = [[] for _ in self._contexts]  # without those of a batch that an exception has stopped
         if slabs is not self._latest:  # frozen or thawed since, for example
             if self._total is not None:

@@ -115,6 +115,15 @@ def test_an_altered_model_json_is_refused(translator, tmp_path, name):
     assert_told(caught.value, words)
 
 
+@pytest.mark.parametrize("value", [dropped, "nq"])
+def test_an_altered_manifest_is_refused(saved, run, tmp_path, value):
+    folder = shutil.copytree(saved / "last", tmp_path / "last")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    setting("arrays", value)(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert_refused(run, lambda: mgpu.load_checkpoint(folder, run.net, run.trainer), "arrays=")
+
+
 # Other data
 
 

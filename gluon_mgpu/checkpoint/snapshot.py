@@ -13,6 +13,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
+from ..checks import short
 from ..distributed import group
 from ..distributed.process import this_process
 from ..errors import NonFiniteLossError, StateError
@@ -198,7 +199,12 @@ def content_of(files: Files, *, with_training: bool) -> CheckpointData:
             f"load_checkpoint: got {files.folder} without {', '.join(missing)}; expected a folder of save_checkpoint. Check "
             "the path."
         )
-    is_np = files.check("load_checkpoint")["arrays"] == "np"
+    kind = files.check("load_checkpoint").get("arrays")
+    if kind not in ("nd", "np"):
+        raise StateError(
+            f"load_checkpoint: got {files.folder / MANIFEST} of arrays={short(kind)}; expected nd or np. Use another checkpoint."
+        )
+    is_np = kind == "np"
     if is_np and not mx.util.is_np_shape():
         raise StateError(
             f"load_checkpoint: got {files.folder}, which was saved with mx.npx.set_np(), in a program without it; expected np "

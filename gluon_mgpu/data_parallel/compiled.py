@@ -70,7 +70,7 @@ class CompiledPasses(Passes):
         self._others: List[gluon.Parameter] = []  # of these: frozen ones, and those that the trainer does not look at
         self._seen: Tuple[List[Any], List[Any]] = [self], []  # what graphs and executors depend on, when they were made
         self._bound: OrderedDict[Hashable, List[Executor]] = OrderedDict()  # by the forms of the shards
-        self._owners: Dict[Context, Executor] = {}  # bound for the largest shape, never run: the others use its memory
+        self._owners: Dict[Context, Executor] = {}  # bound for the largest shape: the others use its memory
         self._queued: List[Executor] = []
 
     def is_of(self, net: gluon.Block, loss: Any, mode: str) -> bool:
@@ -168,11 +168,12 @@ class CompiledPasses(Passes):
     def _executor(self, graph: Graph, inputs: List[Array]) -> Executor:
         context = inputs[0].context
         made = partial(Executor, graph, inputs, trains=self._trains)
-        if context not in self._owners or self._owners[context].size < sum(one.size for one in inputs):
-            self._forget()
-            self._owners.pop(context, None)  # the new one gets its memory
-            self._owners[context] = made()
-        return made(shared=self._owners[context])
+        if context in self._owners and self._owners[context].size >= sum(one.size for one in inputs):
+            return made(shared=self._owners[context])
+        self._forget()
+        self._owners.pop(context, None)  # the new one gets its memory
+        self._owners[context] = made()
+        return self._owners[context]
 
     def _graph(self, X: Any, y: Any) -> Graph:
         form = (nesting_of(X), nesting_of(y), mx.util.is_np_array())

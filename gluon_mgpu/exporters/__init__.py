@@ -1,3 +1,3 @@
-"""Networks in formats that other programs read: ONNX, MXNet's symbol files, PyTorch."""
+"""Networks in formats that other programs read: ONNX, MXNet's symbol files."""
 
 from ..runtime import loaded as loaded

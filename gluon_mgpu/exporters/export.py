@@ -91,7 +91,7 @@ def export(
     dynamic_axes : list of lists of (str, int), optional
         Axes of any size in an ONNX file: each the name of an input and the number of an axis, such as
         `[[("data", 0)], [("data", 2)], [("data", 3)]]` for images of any size. Axes of one list have one size. Inputs are called
-        `data`, or `data0`, `data1`, ... By default, the batch, and the steps of recurrent layers.
+        `data`, or `data0`, `data1`, ... By default, the batch, and the steps of recurrent layers, where the network allows it.
 
     Returns
     -------
@@ -160,7 +160,7 @@ def _export_onnx(graph: ExportGraph, path: Path, check: bool, tolerance: float, 
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_file(path) as file:
             choices = open_axes(graph, axes)
-            for chosen in choices:
+            for chosen in filter(None, choices):
                 try:
                     write_onnx(graph, file, chosen)
                     difference = _checked_onnx(graph, file, chosen, tolerance) if check else None
@@ -169,7 +169,7 @@ def _export_onnx(graph: ExportGraph, path: Path, check: bool, tolerance: float, 
                     if chosen is choices[-1]:
                         raise
     sizes = {name: chosen.sizes(name, value.shape) for name, value in graph.inputs.items()}
-    if chosen is not choices[0] or not chosen.names:
+    if chosen is not choices[0]:
         logger.warning("export: %s takes inputs of fixed sizes: %s", path, sizes)
     return Exported((path,), difference, sizes)
 
@@ -201,18 +201,19 @@ def _checked_onnx(graph: ExportGraph, file: Path, axes: OpenAxes, tolerance: flo
 def _compared(format: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray], tolerance: float) -> float:
     """Return the largest difference relative to each output's largest value; raise if it exceeds the tolerance."""
     shapes = [", ".join(str(array.shape) for array in arrays) for arrays in (found, expected)]
+    advice = "export with a symbol prefix, or fewer dynamic_axes" if format == "onnx" else "leave random operators out"
     if shapes[0] != shapes[1]:
         raise TrainerError(
             f"export: got outputs of the {format} file with shapes {shapes[0]}; expected the network's, {shapes[1]}. Nothing was "
-            "written: export with a symbol prefix."
+            f"written: {advice}."
         )
     differences = [_difference(a, b) for a, b in zip(found, expected)]
     largest = float(np.max([0.0, *differences]))  # NaN, if there is one
     if not largest <= tolerance:
         raise TrainerError(
             f"export: got outputs of the {format} file that differ from the network's by {largest:.1e} of their largest value; "
-            f"expected at most {tolerance:g}. NaN and infinity count as a difference. Nothing was written: export with a symbol "
-            "prefix, or raise the tolerance."
+            f"expected at most {tolerance:g}. NaN and infinity count as a difference. Nothing was written: {advice}, or raise "
+            "the tolerance."
         )
     return largest
 

@@ -17,9 +17,9 @@ from .sampled_graph import ExportGraph, legacy_mode
 Node = Dict[str, Any]
 
 # Operators for np arrays, and those for legacy arrays that compute the same.
-_BINARY = {"add": "add", "subtract": "sub", "multiply": "mul", "true_divide": "div", "power": "power", "maximum": "maximum"}
+_BINARY = {"add": "add", "subtract": "sub", "multiply": "mul", "true_divide": "div", "power": "power"}
 _SCALAR = {"add": "plus", "subtract": "minus", "rsubtract": "rminus", "multiply": "mul", "true_divide": "div"}
-_SCALAR.update({"rtrue_divide": "rdiv", "power": "power", "rpower": "rpower", "maximum": "maximum", "minimum": "minimum"})
+_SCALAR.update({"rtrue_divide": "rdiv", "power": "power", "rpower": "rpower"})
 _UNARY = ("exp", "log", "sqrt", "square", "tanh", "sin", "cos", "tan", "negative", "reciprocal", "ceil", "floor", "log2")
 _COMPARISON = {"equal": "equal", "not_equal": "not_equal", "greater": "greater", "greater_equal": "greater_equal"}
 _COMPARISON.update({"less": "lesser", "less_equal": "lesser_equal"})
@@ -30,7 +30,7 @@ _LEGACY = {
     **{f"_np_{name}": name for name in ("max", "min", "sum", "prod", "squeeze", "transpose")},
     **{f"_npx_{name}": name for name in ("relu", "sigmoid")},
     **{"_npi_absolute": "abs", "_npi_concatenate": "Concat", "_np_reshape": "Reshape", "_npx_reshape": "Reshape"},
-    **{"_npi_minimum": "broadcast_minimum", "_np_copy": "_copy", "_npi_arange": "_arange"},
+    **{"_np_copy": "_copy", "_npi_arange": "_arange"},
     **{f"_npi_{name}": name for name in ("argmax", "argmin", "expm1", "log1p")},
     **{f"_npi_{name}": f"broadcast_{legacy}" for name, legacy in _COMPARISON.items()},
     **{f"_npi_{name}_scalar": f"_{legacy}_scalar" for name, legacy in _COMPARISON.items()},

@@ -14,7 +14,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
-from ..checks import reason_of
+from ..checks import reason_of, short
 from ..errors import TrainerError
 from ..runtime.environment import require
 from .onnx_graph import prepared
@@ -162,18 +162,24 @@ def run_onnx(path: Path, trials: Sequence[Dict[str, np.ndarray]]) -> List[List[n
         ) from error
 
 
-def open_axes(graph: ExportGraph, wanted: Optional[Sequence[Group]]) -> List[OpenAxes]:
-    """Return which axes may vary, the best choice first, the last one none.
+def open_axes(graph: ExportGraph, wanted: Optional[Sequence[Group]]) -> List[Optional[OpenAxes]]:
+    """Return which axes may vary, the best choice first; None stands for one that the network does not allow.
 
-    `wanted` are groups of axes that vary together. By default they are the first axis of all inputs; with recurrent layers, also
-    the second one, because these two hold the batch and the steps.
+    `wanted` are groups of axes that vary together, and the only choice. By default they are the first axis of all inputs; with
+    recurrent layers, also the second one, because these two hold the batch and the steps; then some of these, and none.
     """
+    tried = [wanted or []]
     if wanted is None:
         firsts = [(name, 0) for name in graph.inputs]
         seconds = [(name, 1) for name, value in graph.inputs.items() if value.ndim > 1]
-        wanted = [firsts, seconds] if _is_recurrent(graph) else [firsts]
-    tried = [wanted, *([group] for group in wanted if len(wanted) > 1), []]
-    return list(filter(None, (_shown(graph, one) for one in tried)))
+        tried = [[firsts, seconds], [firsts], [seconds], []] if _is_recurrent(graph) else [[firsts], []]
+    found = [_shown(graph, one) for one in tried]
+    if found == [None]:
+        raise TrainerError(
+            f"export: got dynamic_axes={short(wanted)} for a network that takes one size along some of them; expected axes of "
+            "any size. Leave those out."
+        )
+    return found
 
 
 def _shown(graph: ExportGraph, groups: Sequence[Group]) -> Optional[OpenAxes]:

@@ -100,6 +100,7 @@ SAY = """
     said = [one.decode() for one in g.all_gather_bytes(f"{me.rank}".encode() * (1 + 500 * me.rank))]
     empty = [len(one) for one in g.all_gather_bytes(b"")]
     first = [mx.nd.full((2, 2), me.rank + 0.1), mx.nd.full((3,), me.rank + 7, dtype="float16")]
+    first += [mx.nd.array([me.rank + 1e-50], dtype="float64")]
     g.broadcast(first)
     numbers = np.float32([[1e8, 1, 3], [-1e8, 2, 5], [1, 4, 7]])[me.rank]  # the first come to 1, 0 or 2, as they are ordered
     arrays = [mx.nd.array(numbers), mx.nd.zeros((3,), ctx=mx.cpu(1))]
@@ -130,7 +131,7 @@ def test_processes_sum_and_say(job, num_processes, backend):
     for rank, told in enumerate(found):
         assert told["said"] == [str(one) * (1 + 500 * one) for one in range(num_processes)]
         assert told["empty"] == [0] * num_processes
-        assert told["first"] == [np.full((2, 2), 0.1, "float32").tolist(), [7.0] * 3]
+        assert told["first"] == [np.full((2, 2), 0.1, "float32").tolist(), [7.0] * 3, [1e-50]]
         assert told["sums"] == [expected] * 6
         assert told["alone"] == 4
         assert told["any"] == [True, False]
@@ -275,7 +276,17 @@ AGREE = """
     trainer.flush()
     found.append(net.weight.data().asnumpy().tolist())
     data = [(X, y)] * (1 + me.rank)
-    errors = [refused(linear, 1 + me.rank), refused(partial(mgpu.fit, epochs=1), net, loss, trainer, data)]
+    def retried(*callbacks):
+        net = gluon.nn.Dense(2000)
+        net.initialize()
+        saves = mgpu.Checkpoint(f"{folder}/retried", every=1)
+        batch = np.ones((2, 3000), "float32"), np.ones((2, 2000), "float32")
+        mgpu.fit(net, loss, mgpu.Trainer(net, "sgd"), [batch] * 2, epochs=1, callbacks=[saves, *callbacks], resume="auto")
+    class Fails(mgpu.Callback):
+        def on_batch_end(self, state):
+            raise TrainerError("the same in all processes")
+    errors = [refused(retried, Fails()), refused(retried), refused(mgpu.Trainer, net, "sgld"), refused(linear, 1 + me.rank)]
+    errors += [refused(partial(mgpu.fit, epochs=1), net, loss, trainer, data)]
     Xs, ys = mgpu.split_batch(X, y, ctx)
     with autograd.record():
         losses = [loss(net(x), label) for x, label in zip(Xs, ys)]
@@ -304,7 +315,7 @@ def test_what_one_process_does_alone_the_others_know(job, num_processes, backend
         assert one["found"][1] == [[0.25 / 4 - 0.25 * 6 * (0.125) + 0.25] * 2]
         assert one["found"][2] == [[0.5, 0.5]]
         assert one["statistics"] == told[0]["statistics"]  # of layers of six trainers, summed in one order
-        assert (one["epochs"], one["errors"]) == (2, ["TrainerError"] * 2 + ["ModesError"])
+        assert (one["epochs"], one["errors"]) == (2, ["TrainerError", None, "ModesError", *["TrainerError"] * 2, "ModesError"])
     assert ["different batches" in str(one["lines"]) for one in told] == [True] + [False] * (num_processes - 1)
 
 

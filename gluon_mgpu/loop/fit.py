@@ -1,4 +1,4 @@
-"""fit(): the epoch loop."""
+"""fit(): checks its arguments, and puts a run together."""
 
 from __future__ import annotations
 
@@ -253,6 +253,7 @@ def _read_checkpoint(
     """Return the checkpoint to resume from, fully checked; None if there is none yet."""
     instance("fit", "resume", resume, (str, Path), "'auto' or a folder", advice="Pass None to start from the beginning.")
     saving = next((callback for callback in callbacks if isinstance(callback, Checkpoint)), None)
+    any_process(False)  # a barrier: the first process may still write, after an error that ended the run before
     with ExitStack() as held:  # another run that uses the folder is an error before any state changes
         if saving is not None and saving.folder.is_dir():
             held.callback(saving.release)

@@ -165,6 +165,8 @@ class Trainer(gluon.Trainer):
         apart = "Pipeline" if self._layout.spans_devices else "LocalSGD" if self.trains_apart and len(self.contexts) > 1 else ""
         if apart and not is_local:
             raise refusal(type(self).__name__, apart, JOINING, name)
+        if isinstance(optimizer, opt.SGLD) and virtual_shards is None and group() is not None:
+            raise refusal("Trainer", "several processes", "sgld")
         check_options(self._layout, compression_params, update_on_kvstore)
         check_clipping(clip_norm=clip_norm, clip_value=clip_value)
         if precision is not None:

@@ -1,6 +1,7 @@
 """The checkpoints of a run: how many stay, in which order they are found, and what is written in a thread."""
 
 import shutil
+import signal
 import threading
 
 import gluon_mgpu as mgpu
@@ -120,6 +121,16 @@ def test_a_thread_writes_and_the_next_save_waits_for_it(tmp_path):
     rotation.wait()
     assert value_in(tmp_path / "last") == 2
     assert writers[0] is not threading.main_thread() and not writers[0].daemon
+
+
+def test_a_wait_that_ctrl_c_interrupts_ends_when_all_is_written(tmp_path):
+    rotation, go = CheckpointRotation(tmp_path, background=True), threading.Event()
+    rotation.put(lambda folder: (go.wait(240), snapshot_at(1).write(folder)), 1)
+    threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+    threading.Timer(0.4, go.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        rotation.wait()
+    assert value_in(tmp_path / "last") == 1
 
 
 @pytest.mark.parametrize("where", ["put", "wait"])

@@ -46,7 +46,8 @@ class CheckpointRotation:
         self._operation = operation
         self._keep = keep
         self._background = background
-        self._thread: Optional[threading.Thread] = None
+        self._written = threading.Event()
+        self._written.set()
         self._error: Optional[BaseException] = None
 
     def begin(self, resumed: Optional[Path]) -> None:
@@ -106,13 +107,16 @@ class CheckpointRotation:
             self._put(write, step, is_best)
             return
         # Not a daemon thread: the program waits for it at its exit.
-        self._thread = threading.Thread(target=self._try, args=(write, step, is_best), name="gluon_mgpu checkpoint")
-        self._thread.start()
+        written = threading.Event()
+        threading.Thread(target=self._try, args=(written, write, step, is_best), name="gluon_mgpu checkpoint").start()
+        self._written = written
 
     def wait(self) -> None:
-        """Wait until the last `put` is written, and raise its error."""
-        if self._thread is not None:
-            self._thread.join()
+        """Wait until the last `put` is written, also if Ctrl-C interrupts that once, and raise its error."""
+        try:
+            self._written.wait()
+        finally:
+            self._written.wait()  # an interrupted Thread.join() would take the thread for ended: bpo-45274
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -123,12 +127,14 @@ class CheckpointRotation:
             return []
         return sorted((path for path in self.folder.glob("step-*") if path.name[len("step-") :].isdecimal()), key=_number)
 
-    def _try(self, write: Write, step: int, is_best: bool) -> None:
+    def _try(self, written: threading.Event, write: Write, step: int, is_best: bool) -> None:
         try:
             self._put(write, step, is_best)
         except BaseException as error:
             logger.warning("step %d was not saved: %s", step, error)
             self._error = error
+        finally:
+            written.set()
 
     def _put(self, write: Write, step: int, is_best: bool) -> None:
         best = self.folder / "best"

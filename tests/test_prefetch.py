@@ -152,6 +152,16 @@ def test_batches_are_loaded_while_the_step_before_runs(num_batches, expected):
     assert loaded == [(count, count) for count in expected]
 
 
+def test_an_iterator_may_write_each_batch_into_the_same_arrays():
+    def reuses():
+        X, y = mx.nd.zeros((2, 3)), mx.nd.zeros(2)
+        for i in range(1, 5):
+            X[:], y[:] = i, i
+            yield X, y
+
+    assert numbers(prefetch(reuses(), [CPU])) == [1, 2, 3, 4]
+
+
 def test_nothing_is_drawn_before_it_is_asked_for():
     drawn = []
     prefetch((drawn.append(i) for i in range(3)), [CPU])

@@ -11,7 +11,9 @@ from mxnet.io import DataBatch, DataIter
 
 from ..checks import short
 from ..errors import TrainerError
-from ..nested import Array
+from ..nested import Array, is_device_array, map_leaves
+
+_OWN_MEMORY = (list, tuple, mx.gluon.data.DataLoader)  # iterators whose batches each have memory of their own
 
 
 def check_iterable(operation: str, name: str, data_iter: Any, *, reader: str = "", pairs: bool = True) -> None:
@@ -96,6 +98,16 @@ def as_pair(item: Any, operation: str) -> Tuple[Any, Any]:
             f"{operation}: got {short(item)} from the data iterator; expected pairs (X, y). Nest several inputs: ((X1, X2), y)."
         )
     return item[0], item[1]
+
+
+def own_pair(item: Any, operation: str, data_iter: Any) -> Tuple[Any, Any]:
+    """Return an item as (X, y), in arrays into which the iterator does not write its next batch."""
+    X, y = as_pair(item, operation)
+    return (X, y) if isinstance(data_iter, _OWN_MEMORY) else (map_leaves(_copied, X), map_leaves(_copied, y))
+
+
+def _copied(_: str, leaf: Any) -> Any:
+    return leaf.copy() if is_device_array(leaf) else leaf
 
 
 def features_of(item: Any) -> Any:

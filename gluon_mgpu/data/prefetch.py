@@ -15,7 +15,7 @@ from ..devices.select import check_contexts
 from ..nested import leaves
 from ..runtime.c_api import wait_until_unused
 from ..trainer.gradients import latest_split, restore_split
-from .iterators import as_pair, batches_of, check_iterable
+from .iterators import batches_of, check_iterable, own_pair
 
 NUM_HELD = 4  # batches in use, in addition to those loaded ahead: the user's, and those of steps that still run
 
@@ -82,7 +82,7 @@ def prefetch(
 
 def _load(data_iter: Iterable[Any], planner: Planner) -> Iterator[Tuple[Shards, Any]]:
     for item in batches_of(data_iter):
-        shards = planner.split(*as_pair(item, "prefetch"))[1:]
+        shards = planner.split(*own_pair(item, "prefetch", data_iter))[1:]
         del item  # the iterator's batch must not outlive its shards
         yield shards, latest_split()
 

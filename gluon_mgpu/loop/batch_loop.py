@@ -11,10 +11,10 @@ from typing import Any, Callable, Deque, Dict, Iterable, List, Optional, Sequenc
 
 import mxnet as mx
 
-from ..data.iterators import as_pair, batches_of, no_batch
+from ..data.iterators import batches_of, no_batch, own_pair
 from ..data_parallel.step import Batch
 from ..errors import NonFiniteLossError, StepError, last_line
-from ..nested import Array, is_device_array, map_leaves
+from ..nested import Array, is_device_array
 from .metric_sums import DeviceSums
 from .stop_signals import StopVote
 
@@ -68,7 +68,7 @@ class EpochOptions:
     check_finite : bool
         Raise when the loss is NaN or infinite.
     on_report : callable (EpochProgress)
-        Called about twice a second, and at the end.
+        Called every half second or 64 batches, and at the end.
     on_batch : callable () -> None
         Called after each batch has been queued.
     stop_signal : callable () -> int, optional
@@ -91,10 +91,6 @@ class EpochOptions:
     stop_signal: Optional[Callable[[], int]] = None
     may_stop: Callable[[], bool] = lambda: True
     on_phase: Callable[[str], None] = lambda phase: None
-
-
-# Iterators whose batches each have memory of their own.
-_OWN_MEMORY = (list, tuple, mx.gluon.data.DataLoader)
 
 
 class BatchLoop:
@@ -141,12 +137,10 @@ class BatchLoop:
             The message names the step and the device.
         """
         options, vote, stopped = self._options, StopVote(), 0
-        # otherwise its next batch may be written into this one's arrays, which metrics read later
-        self._copies = not isinstance(data_iter, _OWN_MEMORY)
         options.on_phase("data")
         for step, item in enumerate(batches_of(data_iter), options.first_step):
             options.on_phase("dispatch")
-            self._queue(step, item)
+            self._queue(step, own_pair(item, options.operation, data_iter))  # metrics read it later
             if len(self._queued) > options.max_inflight:
                 options.on_phase("devices")
                 self._checked(self._queued, self._wait_for_oldest)
@@ -185,16 +179,12 @@ class BatchLoop:
         options.on_phase("")
         return progress
 
-    def _queue(self, step: int, item: Any) -> None:
+    def _queue(self, step: int, pair: Tuple[Any, Any]) -> None:
         """Start computing a batch on the devices, without waiting."""
-        operation = self._options.operation
-        X, y = as_pair(item, operation)
-        if self._copies:
-            X, y = map_leaves(_copied, X), map_leaves(_copied, y)
         try:
-            batch = self._run_batch(X, y)
+            batch = self._run_batch(*pair)
         except (StepError, mx.MXNetError) as error:
-            raise step_error(operation, f"step {step}", error, _WRONG_DATA) from (error.__cause__ or error)
+            raise step_error(self._options.operation, f"step {step}", error, _WRONG_DATA) from (error.__cause__ or error)
         self._queued.append((step, batch))
 
     def _wait_for_oldest(self) -> None:
@@ -261,10 +251,6 @@ def step_error(operation: str, where: str, error: Exception, advice: str = "") -
     if message.startswith(f"{operation}: "):
         message = message[len(operation) + 2 :]
     return StepError(f"{operation}: got an error at {where}: {message}")
-
-
-def _copied(_: str, leaf: Any) -> Any:
-    return leaf.copy() if is_device_array(leaf) else leaf
 
 
 def device_error(operation: str, where: str, error: mx.MXNetError, advice: str = "") -> StepError:

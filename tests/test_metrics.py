@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import TrainerError
 from gluon_mgpu.loop.metrics import named_metrics
+from mxnet import gluon
 from mxnet.gluon import nn
 
 
@@ -216,6 +217,16 @@ def test_shards_that_cannot_be_joined_are_counted_one_by_one(output, label):
         add_shard(sums, output, label)
     assert shapes == [(2, 2)] * 2
     assert sums.read() == {"hits": 0.5}
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_classes_are_where_the_loss_takes_them(steps):
+    """Also with as many steps as classes, where an argmax over the steps has the shape of the labels."""
+    net = gluon.nn.Dense(3, flatten=False, in_units=3, use_bias=False)
+    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    net.weight.set_data(mx.nd.array(np.eye(3)))
+    labels = np.arange(2 * steps).reshape(2, steps) ** 2 % 3
+    assert mgpu.evaluate(net, [(np.eye(3)[labels], labels)], loss=gluon.loss.SoftmaxCELoss())["accuracy"] == 1
 
 
 def test_metrics_of_the_output_alone_need_no_labels():

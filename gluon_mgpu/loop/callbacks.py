@@ -1,4 +1,4 @@
-"""Callbacks of fit(): progress, early stopping, checkpoints."""
+"""Callbacks of fit(): what they get, the progress, early stopping, the history."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Callback:
         """Several times per batch, when a phase begins: see `EpochOptions`. Keep it as short as possible."""
 
     def on_report(self, state: FitState, progress: EpochProgress) -> None:
-        """About twice a second while training, when the sums have been read."""
+        """Every half second or 64 batches while training, when the sums have been read."""
 
     def on_test_begin(self, state: FitState) -> None:
         """Before an evaluation, after an epoch or within it."""

@@ -1,4 +1,4 @@
-"""Evaluate a network on all its devices, reading the result once."""
+"""Evaluate a network on all its devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OPTIONS = EpochOptions("evaluate", max_inflight=8)
 def evaluate_accuracy_gpus(net: gluon.Block, data_iter: Iterable[Any], split_f: SplitFunction = split_batch) -> float:
     """Return the accuracy of a network on a data set, computed on all its devices.
 
-    d2l's function, with the same result. It adds up on the devices and reads once; d2l's reads every shard of every batch.
+    d2l's function, with the same result. It adds up on the devices and reads every 64 batches; d2l's reads every shard of each.
     Running statistics that a pass without a step has moved, and the weights of a `LocalSGD`, are first made equal on all devices.
 
     Parameters
@@ -138,7 +138,7 @@ class EvalStep:
         trained = latest_split()
         plan, Xs, ys = planner.split(X, y)
         restore_split(trained)
-        Xs, ys = passes.arrange(self._operation, Xs, ys, self._split.batch_axis)
+        Xs, ys = passes.arrange(self._operation, Xs, ys, self._split)
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
         _, own_units = planner.count(plan, losses, y, ys, is_compiled=passes.is_compiled)
         self.places = plan.split.places if plan.split is not None else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
@@ -119,14 +120,28 @@ def metrics_for(metrics: Union[str, Metrics], loss: Any) -> Metrics:
 
     Examples
     --------
-    >>> metrics_for("auto", gluon.loss.L2Loss()), metrics_for("auto", gluon.loss.SoftmaxCELoss()) == [accuracy]
-    ([], True)
+    >>> [metrics_for("auto", one) for one in (gluon.loss.L2Loss(), gluon.loss.SoftmaxCELoss(axis=1))] == [[], [accuracy]]
+    True
     """
     if not isinstance(metrics, str) or metrics != "auto":
         return metrics  # type: ignore[return-value]  # named_metrics rejects other texts
     kind = next((kind for kind in type(loss).__mro__ if kind.__module__ == gluon.loss.__name__), gluon.loss.Loss)
     has_classes = kind is gluon.loss.Loss or (issubclass(kind, gluon.loss.SoftmaxCELoss) and loss._sparse_label)
-    return [accuracy] if has_classes else []
+    axis = loss._axis if issubclass(kind, gluon.loss.SoftmaxCELoss) else 1
+    if not has_classes or axis == 1:
+        return [accuracy] if has_classes else []
+    along = partial(_accuracy_along, axis)
+    along.joins_shards = True  # type: ignore[attr-defined]
+    return {"accuracy": along}
+
+
+def _accuracy_along(axis: int, output: Any, label: Any) -> MetricSum:
+    """Return `accuracy` of scores with the classes along another axis."""
+    if is_device_array(output) and len(output.shape) > 2:
+        order = list(range(len(output.shape)))
+        order.insert(1, order.pop(axis))
+        output = output.transpose(order)
+    return accuracy(output, label)
 
 
 def check_metrics(metrics: Metrics, outputs: Sequence[Any], labels: Sequence[Any]) -> None:

@@ -111,7 +111,7 @@ def one_of(
         raise error(f"{operation}: got {_named(name, value)}; expected one of {', '.join(map(repr, choices))}. {advice}")
 
 
-def check_function(operation: str, name: str, value: Any, *, advice: str, error: Type[Exception] = TrainerError) -> None:
+def check_function(operation: str, name: str, value: Any, *, advice: str) -> None:
     """Raise unless a value can be called, and is not a class.
 
     Examples
@@ -121,7 +121,7 @@ def check_function(operation: str, name: str, value: Any, *, advice: str, error:
     gluon_mgpu.errors.TrainerError: fit: got loss=None; expected a function. Pass a loss of gluon.loss.
     """
     if not callable(value) or isinstance(value, type):
-        raise error(f"{operation}: got {_named(name, value)}; expected a function. {advice}")
+        raise TrainerError(f"{operation}: got {_named(name, value)}; expected a function. {advice}")
 
 
 def texts_of(operation: str, name: str, texts: Any, *, error: Type[Exception] = TrainerError) -> Tuple[str, ...]:

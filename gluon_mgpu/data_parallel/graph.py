@@ -1,4 +1,4 @@
-"""The graph of a network and its loss: traced once, and bound to the arrays of each device."""
+"""The graph of a network and its loss, traced once for all devices; what cannot be traced."""
 
 from __future__ import annotations
 
@@ -162,13 +162,12 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
     if unknown:
         raise NotCompilableError(f"the graph reads {', '.join(sorted(unknown))}, which no layer holds")
     bulk_sizes = {name: size for name, size in net._flags if name.endswith("_bulk_size")}
-    draws, is_recurrent = any(map(may_draw, nodes)), not _RECURRENT.isdisjoint(operators)
+    draws, is_recurrent = any(map(may_draw, nodes)), "RNN" in operators
     is_plain = not is_legacy and all(map(is_device_array, arguments)) and net._out_format == 0
     is_plain = is_plain and (loss is None or is_device_array(y))
     return Graph(group, names, used, is_recurrent, draws, bulk_sizes, is_plain, net._out_format)
 
 
-_RECURRENT = {"RNN", "_npx_rnn"}
 _RANDOM = re.compile(
     "random|sample|dropout|shuffle|choice|normal|uniform|gamma|poisson|bernoulli|binomial|multinomial|exponential|gumbel|laplace|"
     "logistic$|pareto|rayleigh|weibull|power|leakyrelu|leaky_relu|generate"
@@ -177,7 +176,7 @@ _RANDOM = re.compile(
 
 def may_draw(node: Dict[str, Any]) -> bool:
     """Return whether an operator may ask MXNet for random numbers. More names than necessary do no harm."""
-    if node["op"] in _RECURRENT:
+    if node["op"] == "RNN":
         return float(node.get("attrs", {}).get("p", 0)) > 0
     return _RANDOM.search(node["op"].lower()) is not None
 

@@ -20,6 +20,7 @@ from ..trainer.running_stats import note_losses
 from ..trainer.trainer import Trainer
 from .batchnorm import run_shards
 from .graph import own_method, symbols_of
+from .sharding import Split
 
 
 class Passes:
@@ -51,7 +52,7 @@ class Passes:
     def __init__(self, net: gluon.Block, loss: Any, *, trains: bool) -> None:
         self._net, self._loss, self._trains = net, loss, trains
 
-    def arrange(self, operation: str, Xs: List[Any], ys: List[Any], batch_axis: Any) -> Tuple[List[Any], List[Any]]:
+    def arrange(self, operation: str, Xs: List[Any], ys: List[Any], split: Split) -> Tuple[List[Any], List[Any]]:
         """Return the shards of a batch as `forward` takes them."""
         return Xs, ys
 

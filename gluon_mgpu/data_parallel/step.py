@@ -227,7 +227,7 @@ class TrainStep:
         self._on_phase = on_phase or bool  # no Python function
         self._check = check
         self._planner = Planner(operation, loss, split, trainer.contexts)
-        self._axis = split.batch_axis
+        self._split = split
         self._stats: List[gluon.Parameter] = []
         self._open = True  # whether shapes may be open
         self._in_flight: Deque[List[Array]] = deque()  # losses of the latest batches
@@ -252,7 +252,7 @@ class TrainStep:
             self._trainer.gradients.is_settled = False
 
     def _train_parts(self, X: Any, y: Any) -> Batch:
-        trainer, axis = self._trainer, self._axis
+        trainer, axis = self._trainer, self._split.batch_axis
         count_examples(self._operation, Fields((X, y)), axis)  # its errors name the caller
         parts = split_data(Fields((X, y)), self._micro_steps, axis, even_split=False)
         try:
@@ -277,7 +277,7 @@ class TrainStep:
         trainer, passes, planner, on_phase = self._trainer, self.passes, self._planner, self._on_phase
         on_phase("split")
         plan, Xs, ys = planner.split(X, y)
-        Xs, ys = passes.arrange(self._operation, Xs, ys, self._axis)
+        Xs, ys = passes.arrange(self._operation, Xs, ys, self._split)
         on_phase("forward")
         if plan.is_new and len(Xs) < len(trainer.contexts):
             check_shards(self._operation, self._net, len(Xs))

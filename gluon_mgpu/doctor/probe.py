@@ -39,7 +39,7 @@ def probe(spec: str) -> Dict[str, Any]:
     exam.check("devices", check_devices, devices)
     settings = exam.run("settings", [], environment.settings, contexts)
     exam.check("settings", check_settings, os.environ.get("GLUON_MGPU_RUNTIME", ""))
-    several = openmp_threads.num_engine_workers() > 1 and not openmp_threads.runs_serially()
+    several = openmp_threads.num_engine_workers() > 1
     exam.check("OpenBLAS", check_openblas, settings, features, several)
     return {
         "version": mx.__version__,

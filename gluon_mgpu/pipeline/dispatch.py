@@ -14,7 +14,7 @@ from ..checks import OF_WRONG_DATA, instance
 from ..data_parallel.batchnorm import is_synchronised
 from ..data_parallel.graph import draws_numbers
 from ..data_parallel.passes import Passes, raise_named
-from ..data_parallel.sharding import count_examples, split_data
+from ..data_parallel.sharding import Split, count_examples, split_data
 from ..devices.transfer import as_in_context
 from ..errors import ShardError
 from ..nested import Array, is_float, leaves, map_leaves
@@ -146,20 +146,21 @@ class PipelinePasses(Passes):
         # of each micro-batch: its replica, and the examples of its parts, or [0] if it is not divided
         self._divided: List[Tuple[int, List[int]]] = []
 
-    def arrange(self, operation: str, Xs: List[Any], ys: List[Any], batch_axis: Any) -> Tuple[List[Any], List[Any]]:
+    def arrange(self, operation: str, Xs: List[Any], ys: List[Any], split: Split) -> Tuple[List[Any], List[Any]]:
         """Return one item for each part of each micro-batch, instead of one per replica: all of X, and its part of the labels."""
         pipeline = self.pipeline
         arranged: List[Tuple[Any, Any]] = []
-        label_axis = batch_axis[1] if isinstance(batch_axis, (list, tuple)) else batch_axis
         num_micro_batches, num_parts = (1, 1) if self._trainer is None else (pipeline.micro_batches, pipeline.num_parts)
         is_divided = num_micro_batches > 1 or num_parts > 1
         self._divided = []
         for X, y in zip(Xs, ys):
-            batches = [(X, y)] if num_micro_batches == 1 else split_data((X, y), num_micro_batches, batch_axis, even_split=False)
+            batches = (
+                [(X, y)] if num_micro_batches == 1 else split_data((X, y), num_micro_batches, split.batch_axis, even_split=False)
+            )
             replica = pipeline.replica_of(next(leaf for _, leaf in leaves(X)).context)
             for one, label in batches:
-                labels = [label] if num_parts == 1 else split_data(label, num_parts, label_axis, even_split=False)
-                sizes = [count_examples(operation, part, label_axis) if is_divided else 0 for part in labels]
+                labels = [label] if num_parts == 1 else split_data(label, num_parts, split.label_axis, even_split=False)
+                sizes = [count_examples(operation, part, split.label_axis) if is_divided else 0 for part in labels]
                 self._divided.append((replica, sizes))
                 for device, part in zip(pipeline.devices[replica][-num_parts:], labels):
                     arranged.append((one, as_in_context(part, device)))

@@ -85,7 +85,7 @@ class ReplicaCheck:
         self.num_verified = self._num_updates
 
     def _checksum(self, slab: Slab, replica: int) -> int:
-        """Return the CRC-32 of the weights of a bucket on one device, and of their states if every device has them.
+        """Return the CRC-32 of the weights of a slab on one device, and of their states if every device has them.
 
         It finds every change of up to 32 adjacent bits.
         """

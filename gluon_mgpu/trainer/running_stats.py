@@ -131,7 +131,7 @@ class StatsOfParts:
     def __init__(self, slabs: Sequence[Slab], context: Context, trained: Sequence[Slab] = ()) -> None:
         self._written = written_with(slabs, trained, context) if slabs and trained else None
         self.arrays: List[Array] = [slab.weights[slab.contexts.index(context)].as_nd_ndarray() for slab in slabs]
-        self.begin()
+        self.before: List[Array] = []
 
     def begin(self) -> None:
         """Note the values before a batch."""

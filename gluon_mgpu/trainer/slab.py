@@ -1,4 +1,4 @@
-"""Slabs: parameters of one kind in one flat array of weights and one of gradients on each device; the network's own are views."""
+"""Buckets: parameters of one kind in two flat arrays on each device; the network's are views of them, and slabs are parts."""
 
 from __future__ import annotations
 

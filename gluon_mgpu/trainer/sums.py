@@ -174,13 +174,11 @@ def clip(
     -------
     NDArray, shape (1,), or None
     """
-    norm = None
     by_context: Dict[Context, List[Array]] = {}
     for slab in slabs:
         for gradient in slab.summed:
             by_context.setdefault(gradient.context, []).append(gradient)
-    if slabs and (clip_norm is not None or measures):
-        norm = global_norm([slab.summed[0] for slab in slabs]).as_in_context(home)
+    norm = global_norm([slab.summed[0] for slab in slabs]).as_in_context(home) if slabs and measures else None
     for context, gradients in by_context.items():
         if clip_norm is not None and norm is not None:
             scale_to_limit(gradients, norm.as_in_context(context), clip_norm)

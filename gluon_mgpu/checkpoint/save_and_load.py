@@ -34,17 +34,16 @@ def save_checkpoint(
     ```
     net.params       plain Gluon: net.load_parameters reads it, with or without this package
     progress.json    the dictionary that was passed, such as the epoch
-    states.npz       the optimizer's states, and each device's running statistics        with a trainer
-    training.json    its options and schedule, counts, RNG state, versions               with a trainer
+    states.npz       the optimizer's states                                              with a trainer
+    training.json    its options and schedule, counts, loss scale, RNG state             with a trainer
     manifest.json    the sizes and checksums of the other files
     ```
 
     The folder is written under another name, synced to the disk, and then renamed: a folder of this name is always complete.
     Reading it executes none of its content.
 
-    `net.params` holds the mean of BatchNorm's running statistics over the devices, which `evaluate` also uses. Training is not
-    changed, with one exception: saving a trainer reseeds MXNet's random generators, whose state cannot be read. This run and a
-    resumed one then draw the same numbers.
+    Saving changes the training in two ways, so that a resumed run goes on alike: devices that differ, after passes that no step
+    has used or with `LocalSGD`, are averaged; with a trainer, MXNet's random generators, whose state cannot be read, are seeded.
 
     In a job of several processes, all processes must call this; the first one writes, and the others wait until it has.
 
@@ -104,8 +103,7 @@ def load_checkpoint(
 
     A trainer gets the optimizer's states with their update counts, the loss scale and, if it has no schedule, the learning rate.
     It keeps its other options and its schedule, which follows the update counts. The random generators of Python, NumPy and
-    MXNet are restored. On the same number of devices, each device also gets its own running statistics. Without a trainer, or on
-    another number of devices, all get the mean.
+    MXNet are restored.
 
     Parameters
     ----------

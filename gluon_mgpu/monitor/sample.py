@@ -77,7 +77,7 @@ class Sample:
     Attributes
     ----------
     unix_s, seconds : float
-        The time, and the time since the first sample.
+        The time, and the time since monitoring began.
     step, epoch : int
         The progress of `fit`; 0 if unknown.
     host : HostSample

@@ -170,7 +170,7 @@ class Supervisor:
                 is_told = True
                 self._output.report(
                     f"rank {ended[0].task.name} ended with status 0 {_LONG_S:.0f} s ago, and others run on. If they wait for it, "
-                    "give every process the same number of steps, evaluations and saves. The watchdog of fit ends such a job."
+                    "give every process the same number of steps, evaluations and saves. Watchdog(end_process=True) ends them."
                 )
             patience_s = min(job.join_s, _RETURN_S) if job.restart else job.join_s
             if is_done == self._have_all_joined and time.monotonic() - began > patience_s:

@@ -65,7 +65,7 @@ install_project() { # $1: extras
     fi
     # The pip that comes with Python may be years old, and need twice the time to choose versions.
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
-    # The first use compiles what it imports: a tenth of all modules.
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[$1]"
+    # The first use compiles what it imports: a tenth of all modules. Newer setuptools warn about the names of folders.
+    "$venv/bin/python" -W "ignore:Editable installation" -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[$1]"
     echo "$wanted" >"$venv/installed-$1"
 }

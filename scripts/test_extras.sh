@@ -8,6 +8,7 @@ python=$(find_python)
 project=$PWD
 venv=$(mktemp -d)/venv
 trap 'rm -rf "${venv%/venv}"' EXIT
+trap 'exit 130' HUP INT TERM # dash calls the other one at an exit alone
 
 check() { # $1: extra, $2: program
     make_venv "$python"

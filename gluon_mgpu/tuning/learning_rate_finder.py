@@ -39,8 +39,8 @@ class LearningRateFinder:
     ```
 
     The sweep changes nothing: weights, optimizer, schedule, running statistics and random generators are restored. MXNet's random
-    numbers continue from another seed, because their state cannot be read; the devices of a `LocalSGD` are averaged. In a job, all
-    processes call it, with the same result.
+    numbers continue from another seed, because their state cannot be read; a `LocalSGD` is averaged. In a job, all processes
+    call it, with the same result.
 
     Parameters
     ----------

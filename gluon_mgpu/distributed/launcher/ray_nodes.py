@@ -137,7 +137,7 @@ class RayJob:
         except (OSError, RuntimeError, ValueError) as error:
             raise LaunchError(
                 f"launch: got --ray {address} ({last_line(error)}); expected a Ray cluster. Run ray start --head on one machine, "
-                "and ray start --address HOST:PORT on the others."
+                "and ray start --address HOST:PORT on the others, with the same ~/.ray/auth_token if it asks for one."
             ) from error
         self._output: Output = job_output(log_dir)
         try:

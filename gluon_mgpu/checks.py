@@ -26,14 +26,7 @@ OF_WRONG_DATA = (ValueError, TypeError, AttributeError, AssertionError, IndexErr
 
 
 def whole_number(
-    operation: str,
-    name: str,
-    value: Any,
-    *,
-    low: int = 1,
-    high: int = MOST,
-    advice: str,
-    error: Type[Exception] = TrainerError,
+    operation: str, name: str, value: Any, *, low: int = 1, high: int = MOST, advice: str, error: Type[Exception] = TrainerError
 ) -> int:
     """Return a whole number from `low` to `high` as an int. True and 2.0 are not whole numbers here.
 

@@ -80,7 +80,7 @@ def parse() -> argparse.Namespace:
     """Return the command line's arguments."""
     parser = argparse.ArgumentParser(
         description="Try gluon_mgpu on the GPUs here: the doctor, the tests that are marked gpu, and benchmarks. Everything "
-        "goes into one file of text, without names of users and computers, which you can read and send back.",
+        "goes into one file of text, without names of users and computers, which you can read and send back."
     )
     parser.add_argument("--output", default="gpu_report.json", help="the file (default: gpu_report.json)")
     parser.add_argument("--only", nargs="+", default=list(PARTS), choices=list(PARTS), metavar="PART", help=", ".join(PARTS))

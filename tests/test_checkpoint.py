@@ -21,10 +21,7 @@ from mxnet.gluon import nn
 
 from .conftest import largest_difference, seed_all, small_batches, small_net, weights_of
 
-OPTIMIZERS = {
-    "momentum": ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}),
-    "adam": ("adam", {"learning_rate": 0.01}),
-}
+OPTIMIZERS = {"momentum": ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}), "adam": ("adam", {"learning_rate": 0.01})}
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
 

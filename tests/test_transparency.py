@@ -15,10 +15,7 @@ BATCHES = {
     "fewer": [1, 2, 3, 1, 24, 2],  # than devices, in most steps
 }
 HYBRIDIZE = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
-OPTIMIZERS = {
-    "momentum": ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}),
-    "adam": ("adam", {"learning_rate": 0.01}),
-}
+OPTIMIZERS = {"momentum": ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}), "adam": ("adam", {"learning_rate": 0.01})}
 
 
 @lru_cache(maxsize=None)

@@ -24,10 +24,7 @@ from .snapshot import AVERAGE, FILES, CheckpointData, check_content, read_conten
 
 
 def save_checkpoint(
-    folder: Union[str, Path],
-    net: gluon.Block,
-    trainer: Optional[Trainer] = None,
-    progress: Optional[Dict[str, Any]] = None,
+    folder: Union[str, Path], net: gluon.Block, trainer: Optional[Trainer] = None, progress: Optional[Dict[str, Any]] = None
 ) -> None:
     """Save a network, and the state that its training needs to resume, into a folder.
 

@@ -44,8 +44,7 @@ def _ray_address(_context: click.Context, _parameter: click.Parameter, text: Opt
     help="How the processes communicate: MXNet's own store with parameter servers, or Horovod, if it is installed.",
 )
 @count(
-    "--devices-per-process",
-    help="GPUs of each process (CUDA_VISIBLE_DEVICES). By default the machine's GPUs are divided evenly.",
+    "--devices-per-process", help="GPUs of each process (CUDA_VISIBLE_DEVICES). By default the machine's GPUs are divided evenly."
 )
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a Python module, as after python -m.")
 @click.option(
@@ -76,10 +75,7 @@ def _ray_address(_context: click.Context, _parameter: click.Parameter, text: Opt
     help="Run on machines of a Ray cluster, HOST:PORT; auto, or nothing before another option, is that of this machine. Ray "
     "finds the machines and runs this command on each.",
 )
-@count(
-    "--min-nodes",
-    help="Restart without the machines that Ray has lost, but never with fewer than this. With --ray only.",
-)
+@count("--min-nodes", help="Restart without the machines that Ray has lost, but never with fewer than this. With --ray only.")
 @click.option("--interface", help="Network interface or address. By default loopback; on several machines, the one to node 0.")
 @positive(
     "--grace",
@@ -87,11 +83,7 @@ def _ray_address(_context: click.Context, _parameter: click.Parameter, text: Opt
     help="After Ctrl-C or SIGTERM: seconds in which processes may finish their batch and save, before they are killed. A second "
     "signal kills immediately.",
 )
-@positive(
-    "--join-timeout",
-    default=300.0,
-    help="Seconds that machines wait for each other at the start.",
-)
+@positive("--join-timeout", default=300.0, help="Seconds that machines wait for each other at the start.")
 @click.option("--log-dir", type=FOLDER, help="Folder for the logs, one per process.")
 @click.option("--restart", type=Whole(0), default=0, hidden=True, help="Restarts before this one, as Ray has counted them.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)

@@ -45,14 +45,7 @@ class ArrayLoader:
     """
 
     def __init__(
-        self,
-        X: Any,
-        y: Any,
-        batch_size: int,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        last_batch: str = "keep",
+        self, X: Any, y: Any, batch_size: int, *, shuffle: bool = False, seed: int = 0, last_batch: str = "keep"
     ) -> None:
         X, y = _on_host("X", X), _on_host("y", y)
         flag("ArrayLoader", "shuffle", shuffle, error=DataError)

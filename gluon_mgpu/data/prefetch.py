@@ -21,11 +21,7 @@ NUM_HELD = 4  # batches in use, in addition to those loaded ahead: the user's, a
 
 
 def prefetch(
-    data_iter: Iterable[Any],
-    devices: Sequence[Context],
-    *,
-    split_f: SplitFunction = split_batch,
-    num_batches: int = 2,
+    data_iter: Iterable[Any], devices: Sequence[Context], *, split_f: SplitFunction = split_batch, num_batches: int = 2
 ) -> Generator[Shards, None, None]:
     """Yield the shards of every batch, each on its device, and load the next batches while the last step runs.
 

@@ -29,10 +29,7 @@ _FORMS = (
 
 @contextmanager
 def use_devices(
-    spec: DeviceSpec = None,
-    *,
-    min_free_memory: Union[None, int, str] = None,
-    one_thread: bool = False,
+    spec: DeviceSpec = None, *, min_free_memory: Union[None, int, str] = None, one_thread: bool = False
 ) -> Iterator[List[Context]]:
     """Yield the contexts of `spec`; the first one is the default context inside the block.
 

@@ -68,8 +68,7 @@ def resnet18(num_classes: int) -> nn.HybridSequential:
     for stage, num_channels in enumerate((64, 128, 256, 512)):
         blocks = nn.HybridSequential()
         blocks.add(
-            Residual(num_channels, use_1x1conv=True, strides=2) if stage else Residual(num_channels),
-            Residual(num_channels),
+            Residual(num_channels, use_1x1conv=True, strides=2) if stage else Residual(num_channels), Residual(num_channels)
         )
         net.add(blocks)
     net.add(nn.GlobalAvgPool2D(), nn.Dense(num_classes))

@@ -123,11 +123,7 @@ class SameBatch:
 
 
 def same_batch(
-    recipe: Recipe,
-    contexts: Sequence[Context],
-    *,
-    seed: int = 0,
-    on_message: Callable[[str], None] = lambda text: None,
+    recipe: Recipe, contexts: Sequence[Context], *, seed: int = 0, on_message: Callable[[str], None] = lambda text: None
 ) -> SameBatch:
     """Train on one device and on all with the same batches, and return the losses of both.
 

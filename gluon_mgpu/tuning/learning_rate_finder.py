@@ -81,12 +81,7 @@ class LearningRateFinder:
         self.smoothed: List[float] = []
 
     def sweep(
-        self,
-        train_iter: Iterable[Any],
-        *,
-        start: float = 1e-7,
-        end: float = 10.0,
-        num_steps: int = 100,
+        self, train_iter: Iterable[Any], *, start: float = 1e-7, end: float = 10.0, num_steps: int = 100
     ) -> Optional[float]:
         """Train one batch with each rate, from `start` to `end`, restore everything, and return the suggestion.
 

@@ -34,11 +34,7 @@ def contenders_option(among: Sequence[str]) -> Callable[..., Any]:
         return list(dict.fromkeys(found))
 
     return click.option(
-        "--contenders",
-        default=",".join(among),
-        show_default=True,
-        callback=names,
-        help="Programs, separated by commas.",
+        "--contenders", default=",".join(among), show_default=True, callback=names, help="Programs, separated by commas."
     )
 
 

@@ -130,12 +130,7 @@ def whole_table(rows: Sequence[Row]) -> Table:
 def _times_table(rows: Sequence[Row], name: str, title: str) -> Table:
     """Return the table of one measurement in milliseconds, with its ratio to ours."""
     lines = [
-        [
-            str(row.case.num_devices),
-            row.contender,
-            ranged(values(row, name), 1e3),
-            ranged(ratio_to_ours(row, rows, name)),
-        ]
+        [str(row.case.num_devices), row.contender, ranged(values(row, name), 1e3), ranged(ratio_to_ours(row, rows, name))]
         for row in measured(rows)
     ]
     return title, ["contexts", "contender", "ms", "time / ours"], lines
@@ -149,12 +144,7 @@ def _common(rows: Sequence[Row], name: str) -> str:
 def train_table(rows: Sequence[Row]) -> Table:
     """Return the table of images per second, with each step's time divided by ours."""
     lines = [
-        [
-            row.group,
-            row.contender,
-            ranged(_images_per_s(row)),
-            ranged(ratio_to_ours(row, rows, "whole_s")),
-        ]
+        [row.group, row.contender, ranged(_images_per_s(row)), ranged(ratio_to_ours(row, rows, "whole_s"))]
         for row in measured(rows)
     ]
     return "images/s: median (range)", ["on", "contender", "images/s", "time / ours"], lines

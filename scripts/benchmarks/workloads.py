@@ -27,14 +27,7 @@ _DDP_PROCESSES = 2
 def quick(case: Case) -> Case:
     """Return a case so small that it only shows whether the benchmark works."""
     return replace(
-        case,
-        num_layers=3,
-        units=8,
-        image_size=8,
-        batch_size=8,
-        num_batches=min(case.num_batches, 4),
-        repeats=2,
-        num_steps=2,
+        case, num_layers=3, units=8, image_size=8, batch_size=8, num_batches=min(case.num_batches, 4), repeats=2, num_steps=2
     )
 
 

@@ -149,13 +149,25 @@ def without_pictures(monkeypatch):
     monkeypatch.setattr("gluon_mgpu.loop.history.save", lambda figure, path: path.write_bytes(b""))
 
 
-def ready(net, ctx, hybridize=None, seed=SEED):
-    """The network with the weights of a seed, hybridized if there are options."""
-    mx.random.seed(seed)
-    net.initialize(mx.init.Xavier(), ctx=ctx)
+def initialized(net, ctx=None, init=None, hybridize=None):
+    """The network with values, hybridized if there are options."""
+    net.initialize(init or mx.init.Uniform(), ctx=ctx)  # which is Gluon's default
     if hybridize is not None:
         net.hybridize(**hybridize)
     return net
+
+
+def sequential(*layers, ctx=None, init=None, hybridize=None):
+    """An initialised network of these layers."""
+    net = nn.HybridSequential()
+    net.add(*layers)
+    return initialized(net, ctx, init, hybridize)
+
+
+def ready(net, ctx, hybridize=None, seed=SEED):
+    """The network with the weights of a seed."""
+    mx.random.seed(seed)
+    return initialized(net, ctx, mx.init.Xavier(), hybridize)
 
 
 def small_net(ctx, activation="tanh", hybridize=None, normalize=False):

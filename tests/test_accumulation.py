@@ -12,7 +12,7 @@ from gluon_mgpu.trainer.sums import DeviceSum
 from mxnet import autograd, gluon
 from mxnet.gluon import nn, rnn
 
-from .conftest import gluon_loop, largest_difference, small_batches, small_net, weights_of
+from .conftest import gluon_loop, initialized, largest_difference, sequential, small_batches, small_net, weights_of
 from .worlds import devices as devices
 
 CTX = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
@@ -174,10 +174,7 @@ LAYERS = {
 @pytest.mark.parametrize("layer", LAYERS)
 def test_gradients_of_every_layer_add_up(layer, hybridize, arrays):
     make, data = LAYERS[layer]
-    net = make()
-    net.initialize(ctx=CTX[:1])
-    if HYBRIDIZE[hybridize] is not None:
-        net.hybridize(**HYBRIDIZE[hybridize])
+    net = initialized(make(), CTX[:1], hybridize=HYBRIDIZE[hybridize])
     X = data()
     net(arrays.array(X[:2]))
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.0})
@@ -206,11 +203,8 @@ def test_gradients_of_every_layer_add_up(layer, hybridize, arrays):
 
 
 def two_kinds(devices, sparse=False):
-    net = nn.HybridSequential()
-    net.add(nn.Embedding(10, 4, sparse_grad=sparse), nn.Dense(3, in_units=8))
     mx.random.seed(1)
-    net.initialize(mx.init.Xavier(), ctx=devices)
-    return net
+    return sequential(nn.Embedding(10, 4, sparse_grad=sparse), nn.Dense(3, in_units=8), ctx=devices, init=mx.init.Xavier())
 
 
 def test_sparse_gradients(devices):
@@ -249,8 +243,7 @@ class Branches(gluon.Block):
 
 
 def test_micro_steps_may_use_other_parameters():
-    net = Branches()
-    net.initialize(mx.init.Zero(), ctx=CTX[:2])
+    net = initialized(Branches(), CTX[:2], mx.init.Zero())
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0})
     with trainer.accumulate():
         for net.used, X in ((0, np.ones((2, 2))), (1, 2 * np.ones((1, 2)))):
@@ -383,8 +376,7 @@ def test_states_that_are_loaded_drop_what_was_accumulated(tmp_path):
 
 def test_trainers_that_share_parameters_take_turns(devices):
     """One that adds up marks the parameters anew: the other is to find their flags again."""
-    net = nn.Dense(1, in_units=1, use_bias=False)
-    net.initialize(mx.init.One(), ctx=devices)
+    net = initialized(nn.Dense(1, in_units=1, use_bias=False), devices, mx.init.One())
     rates = (0.1, 0.01)
     trainers = [mgpu.Trainer(net, "sgd", {"learning_rate": rate}) for rate in rates]
     weight, X = 1.0, np.array([[1.0], [2.0], [3.0], [0.5], [1.5]], "float32")

@@ -13,7 +13,7 @@ from gluon_mgpu.trainer.precision import precision_of
 from mxnet import gluon
 from mxnet.gluon import nn
 
-from .conftest import largest_difference, small_batches, small_net, weights_of
+from .conftest import initialized, largest_difference, small_batches, small_net, weights_of
 
 CTX = [mx.cpu(0), mx.cpu(1)]
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -119,8 +119,7 @@ WRONG = {
 
 def frozen_weight(world):
     """A trainer of another network, whose first layer trains only its bias: MXNet computes no such gradient on a CPU."""
-    net = nn.Dense(1, in_units=2)
-    net.initialize(ctx=CTX)
+    net = initialized(nn.Dense(1, in_units=2), CTX)
     net.weight.grad_req = "null"
     trainer = mgpu.Trainer(net, "sgd")
     with mx.autograd.record():
@@ -131,8 +130,7 @@ def frozen_weight(world):
 
 def moved(world):
     """A trainer of another network, which has left the trainer's devices before its first step."""
-    net = nn.Dense(1, in_units=2)
-    net.initialize(ctx=CTX)
+    net = initialized(nn.Dense(1, in_units=2), CTX)
     trainer = mgpu.Trainer(net, "sgd")
     net.collect_params().reset_ctx(mx.cpu(2))
     return trainer

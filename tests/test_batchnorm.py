@@ -20,7 +20,7 @@ from gluon_mgpu.errors import StepError, TrainerError
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import SEED, gluon_loop, largest_difference, ready, small_batches
+from .conftest import SEED, gluon_loop, initialized, largest_difference, ready, small_batches
 from .test_no_sync import waits as waits
 
 MODES = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
@@ -147,8 +147,7 @@ class Residual(nn.HybridBlock):
 
 
 def test_a_conversion_keeps_everything_else(tmp_path):
-    net = Residual()
-    net.initialize()
+    net = initialized(Residual())
     net.hybridize(static_alloc=True)
     x = mx.nd.random.uniform(shape=(3, 2, 4, 4))
     net(x)
@@ -287,8 +286,7 @@ class Choosing(nn.Block):
 @pytest.mark.parametrize("small, told", [(lambda: nn.BatchNorm(in_channels=1), "batchnorm"), (lambda: nn.Flatten(), "the end")])
 def test_shards_that_part_are_told(small, told):
     ctx = [mx.cpu(0), mx.cpu(1)]
-    net = Choosing(small())
-    net.initialize(ctx=ctx)
+    net = initialized(Choosing(small()), ctx)
     convert_sync_batchnorm(net)
     with pytest.raises(StepError, match=told), autograd.record():
         forward_shards(net, [mx.nd.ones((2, 1), ctx=ctx[0]), mx.nd.ones((1, 1), ctx=ctx[1])])

@@ -13,7 +13,7 @@ from gluon_mgpu.trainer.slab import place_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import ready, small_batches, small_net, unfreeze, weights_of
+from .conftest import initialized, ready, small_batches, small_net, unfreeze, weights_of
 from .worlds import Scale
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -191,9 +191,7 @@ def test_a_network_may_be_touched_between_steps(tmp_path, arrays, mode):
 @pytest.mark.skipif(mx.__version__[0] != "1", reason="the entries are made longer")
 def test_graphs_of_mxnet_2_are_forgotten_too(monkeypatch):
     """There an entry also names the parameter, and a trainer raised if any hybridized network was in memory."""
-    net = nn.Dense(2, in_units=3)
-    net.initialize()
-    net.hybridize()
+    net = initialized(nn.Dense(2, in_units=3), hybridize={})
     with autograd.record():
         loss = net(mx.nd.ones((1, 3))).sum()
     loss.backward()
@@ -427,8 +425,7 @@ def sum_step(net, trainer, ctx=CTX, layers=None, **options):
 
 def test_a_batch_of_nan_leaves_nothing_behind(tmp_path):
     """With clipping, NaN got into the zeros between parameters, where no backward pass writes, and into every later norm."""
-    net = nn.Dense(2, in_units=3)
-    net.initialize(mx.init.One(), ctx=CTX)
+    net = initialized(nn.Dense(2, in_units=3), CTX, mx.init.One())
     trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01}, clip_norm=1.0)
     loss, y = gluon.loss.L2Loss(), np.zeros((4, 2), "float32")
     good, bad = np.ones((4, 3), "float32"), np.full((4, 3), np.nan, "float32")
@@ -463,8 +460,7 @@ def test_a_schedule_is_one_for_all_parameters_and_replicas(optimizer, last):
 
 def test_a_graph_of_the_time_before_the_buckets_is_told():
     """Its second backward pass would write into arrays that the network no longer has."""
-    net = nn.Dense(2)
-    net.initialize(mx.init.One(), ctx=CTX)
+    net = initialized(nn.Dense(2), CTX, mx.init.One())
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
     with autograd.record():
         losses = [net(mx.nd.ones((2, 3), ctx=context)).sum() for context in CTX]
@@ -485,8 +481,7 @@ def test_a_step_that_raised_does_not_sum_again():
             return 0.1
 
     schedule = Schedule()
-    net = nn.Dense(1, in_units=1, use_bias=False)
-    net.initialize(mx.init.One(), ctx=CTX)
+    net = initialized(nn.Dense(1, in_units=1, use_bias=False), CTX, mx.init.One())
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "lr_scheduler": schedule})
     with autograd.record():
         losses = [net(mx.nd.ones((2, 1), ctx=context)).sum() for context in CTX]
@@ -510,8 +505,7 @@ def test_one_large_parameter_in_full_and_partial_steps():
         def forward(self, x, both):
             return self.a.data(x.context).sum() + (self.b.data(x.context).sum() if both else 0)
 
-    net = Pair()
-    net.initialize(ctx=CTX)
+    net = initialized(Pair(), CTX)
     net.a.lr_mult = 0.5
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
     for both in (True, False, True, False):
@@ -559,8 +553,7 @@ def test_a_scalar_of_np_takes_part_with_zero_where_a_device_is_idle():
             def forward(self, x):
                 return self.dense(x) * self.scale.data(x.ctx)
 
-        net = Scaled()
-        net.initialize(mx.init.One(), ctx=CTX)
+        net = initialized(Scaled(), CTX, mx.init.One())
         trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
         for contexts in (CTX, CTX[:1]):
             with autograd.record():

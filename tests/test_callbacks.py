@@ -15,6 +15,8 @@ from gluon_mgpu.plots import plot_history
 from mxnet import gluon
 from mxnet.gluon import nn
 
+from .conftest import initialized
+
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -53,9 +55,7 @@ def devices(request):
 
 
 def make_net(ctx, in_units=2):
-    net = nn.Dense(2, in_units=in_units)
-    net.initialize(mx.init.Xavier(), ctx=ctx)
-    return net
+    return initialized(nn.Dense(2, in_units=in_units), ctx, mx.init.Xavier())
 
 
 def make_batches(num_batches=2):
@@ -266,8 +266,7 @@ def test_best_and_last_hold_the_weights_of_their_epochs(tmp_path, devices):
 def test_without_an_accuracy_the_best_epoch_has_the_smallest_loss(tmp_path):
     """The accuracy of a regression was 0.0 in every epoch, so that the first one was the best."""
     batches, loss = [(X, y.astype("float32")) for X, y in make_batches(1)], gluon.loss.L2Loss()
-    net = nn.Dense(1, in_units=2)
-    net.initialize(ctx=[mx.cpu(0)])
+    net = initialized(nn.Dense(1, in_units=2), [mx.cpu(0)])
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01})
     history = mgpu.fit(net, loss, trainer, batches, batches, epochs=2, callbacks=[mgpu.Checkpoint(tmp_path)])
     assert [name for name in history.rows[0] if name.startswith("test_")] == ["test_loss"]
@@ -373,8 +372,7 @@ def test_an_interrupt_before_the_first_batch_saves_nothing(tmp_path):
         def on_epoch_begin(self, state):
             raise KeyboardInterrupt
 
-    net = mx.gluon.nn.Dense(3)
-    net.initialize()
+    net = initialized(mx.gluon.nn.Dense(3))
     with pytest.raises(KeyboardInterrupt):
         mgpu.fit(net, LOSS, make_trainer(net), make_batches(), epochs=1, callbacks=[Early(), mgpu.Checkpoint(tmp_path, None)])
     assert list(tmp_path.iterdir()) == []
@@ -415,8 +413,7 @@ def test_a_loss_that_is_not_finite_replaces_no_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("held", [[None], [[1]], [{"a": np.ones(1)}], [{"a": mx.nd.ones((1,))}] * 2])
 def test_arrays_of_callbacks_are_told_apart(tmp_path, held):
-    net = nn.Dense(1, in_units=1)
-    net.initialize()
+    net = initialized(nn.Dense(1, in_units=1))
     callbacks = [*map(Holding, held), mgpu.Checkpoint(tmp_path, monitor=None)]
     data = [(np.ones((2, 1), "float32"), np.ones((2, 1), "float32"))]
     with pytest.raises(TrainerError, match="Holding.state_arrays: got"):
@@ -431,8 +428,7 @@ def test_weights_that_are_nan_replace_no_checkpoint(tmp_path):
             if state.step == 3:
                 state.net.weight.set_data(mx.nd.array([[np.nan]]))
 
-    net = nn.Dense(1, in_units=1)
-    net.initialize()
+    net = initialized(nn.Dense(1, in_units=1))
     data = [(np.ones((2, 1), "float32"), np.ones((2, 1), "float32"))] * 5
     callbacks = [Spoils(), mgpu.Checkpoint(tmp_path, monitor=None, every=1, keep=1)]
     with pytest.raises(NonFiniteLossError):

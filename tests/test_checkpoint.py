@@ -19,7 +19,7 @@ from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import gluon
 from mxnet.gluon import nn
 
-from .conftest import largest_difference, seed_all, small_batches, small_net, weights_of
+from .conftest import initialized, largest_difference, seed_all, sequential, small_batches, small_net, weights_of
 
 OPTIMIZERS = {"momentum": ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}), "adam": ("adam", {"learning_rate": 0.01})}
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -92,8 +92,7 @@ def test_a_checkpoint_is_replaced_or_stays(tmp_path, monkeypatch, broken):
     def disk_full(*arguments, **options):
         raise OSError("disk full")
 
-    net = nn.Dense(1, in_units=1)
-    net.initialize(mx.init.One(), ctx=contexts(2))
+    net = initialized(nn.Dense(1, in_units=1), contexts(2), mx.init.One())
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0})
     mgpu.save_checkpoint(tmp_path / "c", net, trainer, {"number": 1})
     net.weight.set_data(mx.nd.array([[2.0]]))
@@ -141,10 +140,7 @@ def other_run():
 
 
 def dense(units):
-    net = nn.HybridSequential()
-    net.add(nn.Dense(units, in_units=3))
-    net.initialize(ctx=contexts(2))
-    return net
+    return sequential(nn.Dense(units, in_units=3), ctx=contexts(2))
 
 
 def normalized():
@@ -193,8 +189,7 @@ def test_damaged_files_are_reported(checkpoint, other_run, file, damage):
 
 
 def test_a_network_without_values_is_not_saved(tmp_path):
-    net = mx.gluon.nn.Dense(3)
-    net.initialize()
+    net = initialized(mx.gluon.nn.Dense(3))
     assert "a network without values" in told(mgpu.save_checkpoint, tmp_path / "c", net)
     assert list(tmp_path.iterdir()) == []
 
@@ -266,8 +261,7 @@ def test_states_of_other_shapes_are_refused(checkpoint, other_run, tmp_path):
 
 
 def test_a_network_without_values_is_told_to_initialise(tmp_path):
-    net = nn.Dense(1, in_units=1)
-    net.initialize()
+    net = initialized(nn.Dense(1, in_units=1))
     mgpu.save_checkpoint(tmp_path / "c", net)
     with pytest.raises(TrainerError, match=r"Call net.initialize\(ctx=ctx\) first"):
         mgpu.load_checkpoint(tmp_path / "c", nn.Dense(1, in_units=1))

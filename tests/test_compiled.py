@@ -26,6 +26,8 @@ from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
+from .conftest import initialized, sequential
+
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 STATIC = {"static_alloc": True, "static_shape": True}
 SIZES = [9, 8, 2, 9, 1, 9, 7]  # fewer examples than devices, uneven shards, and shapes that come back
@@ -197,8 +199,7 @@ def test_a_network_of_two_inputs():
     X, y = (rng.randn(5, 4).astype("float32"), rng.randn(5, 3).astype("float32")), rng.randn(5, 3).astype("float32")
     for compiled in ("on", "off"):
         mx.random.seed(0)
-        net = Gated()
-        net.initialize(mx.init.Xavier(), ctx=[mx.cpu(0), mx.cpu(1)])
+        net = initialized(Gated(), [mx.cpu(0), mx.cpu(1)], mx.init.Xavier())
         step = mgpu.compile_step(net, gluon.loss.L2Loss(), mgpu.Trainer(net, "sgd", {"learning_rate": 0.5}), compiled=compiled)
         outputs = [output.asnumpy() for _ in range(2) for output in step(X, y).outputs]
         found.append([*outputs, net.layer.weight.data(mx.cpu(1)).asnumpy()])
@@ -380,8 +381,7 @@ def test_python_that_asks_for_training_is_traced_for_training(in_units):
 
 
 def test_python_that_asks_for_training_is_traced_for_predicting():
-    net = Asking(36)
-    net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
+    net = initialized(Asking(36), [mx.cpu(0), mx.cpu(1)], mx.init.One())
     X, _ = batches()[0]
     expected = net(mx.nd.array(X)).asnumpy()
     np.testing.assert_array_equal(expected.argmax(axis=1), mgpu.predict(net, [X], compiled="on").argmax(axis=1))
@@ -551,8 +551,7 @@ def test_the_environment_is_not_moved_while_operators_read_it(monkeypatch):
 def test_what_mxnet_reads_when_it_binds_a_graph_is_put_back(monkeypatch):
     monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "MKLDNN")
     monkeypatch.delenv("MXNET_SUBGRAPH_VERBOSE", raising=False)
-    net = dense(forward_bulk_size=3)
-    net.initialize(ctx=mx.cpu())
+    net = initialized(dense(forward_bulk_size=3), mx.cpu())
     CompiledPasses(net, LOSS, None, "on").forward("test", [mx.nd.ones((2, 36))], [mx.nd.zeros(2)])
     assert os.environ["MXNET_SUBGRAPH_BACKEND"] == "MKLDNN" and not os.environ["MXNET_SUBGRAPH_VERBOSE"]
     assert not os.environ["MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_FWD"]
@@ -577,8 +576,7 @@ def test_several_shards_on_one_device_are_recorded():
     def halves(X, y, devices):
         return [X[:4], X[4:]], [y[:4], y[4:]]
 
-    net = dense(**STATIC)
-    net.initialize(ctx=mx.cpu())
+    net = initialized(dense(**STATIC), mx.cpu())
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
     step = mgpu.compile_step(net, LOSS, trainer, split_f=halves, compiled="auto")
     X, y = batches([8])[0]
@@ -675,8 +673,7 @@ def test_running_statistics_can_be_read_at_once():
 
 def test_the_largest_shape_owns_the_memory_and_the_others_leave_in_turn(monkeypatch):
     monkeypatch.setattr(compiled_module, "MOST", 3)
-    net = dense(**STATIC)
-    net.initialize(ctx=mx.cpu())
+    net = initialized(dense(**STATIC), mx.cpu())
     passes = CompiledPasses(net, LOSS, None, "on")
 
     def sizes(n):
@@ -706,8 +703,7 @@ def test_recurrent_networks_are_compiled_where_it_saves_time(num_contexts, dropo
 @pytest.mark.parametrize("micro_steps", [1, 2])
 def test_errors_name_the_function_that_the_user_has_called(micro_steps):
     def step_of(split_f=mgpu.split_batch, loss=None, **options):
-        net = nn.Dense(3, in_units=4)
-        net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+        net = initialized(nn.Dense(3, in_units=4), [mx.cpu(0), mx.cpu(1)])
         trainer = mgpu.Trainer(net, "sgd", **options)
         loss = loss or gluon.loss.SoftmaxCrossEntropyLoss()
         return mgpu.compile_step(net, loss, trainer, split_f=split_f, micro_steps=micro_steps)
@@ -733,9 +729,7 @@ class Mean(gluon.loss.L2Loss):
 
 def test_a_batch_without_labels_is_named():
     """The executor ended in a KeyError of the label's name."""
-    net = nn.HybridSequential()
-    net.add(nn.Dense(2, in_units=1))
-    net.initialize(ctx=mx.cpu(0))
+    net = sequential(nn.Dense(2, in_units=1), ctx=mx.cpu(0))
     step = mgpu.compile_step(net, gluon.loss.SoftmaxCrossEntropyLoss(), mgpu.Trainer(net, "sgd"))
     X = np.ones((2, 1), "float32")
     step(X, np.zeros(2, "float32"))
@@ -744,9 +738,7 @@ def test_a_batch_without_labels_is_named():
 
 
 def test_networks_of_one_trainer_may_leave_their_shapes_to_their_first_batches():
-    layers = nn.HybridSequential()
-    layers.add(nn.Dense(2), nn.Dense(1), nn.Dense(1))
-    layers.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    layers = sequential(nn.Dense(2), nn.Dense(1), nn.Dense(1), ctx=[mx.cpu(0), mx.cpu(1)])
     trainer = mgpu.Trainer(layers, "sgd")
     for head in (1, 2):
         net = nn.HybridSequential()

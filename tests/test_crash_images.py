@@ -15,6 +15,7 @@ from gluon_mgpu.errors import StateError
 from gluon_mgpu.models.seq2seq.translator import load_translator
 from mxnet.gluon import nn
 
+from .conftest import initialized
 from .test_folders import killed_at, names
 from .test_translator import made as made_translator
 
@@ -42,9 +43,7 @@ def fit(folder, *, best=2, epochs=3, keep=1, resume="auto"):
 
 
 def network():
-    net = nn.Dense(2, in_units=4)
-    net.initialize(mx.init.Xavier(), ctx=CTX)
-    return net
+    return initialized(nn.Dense(2, in_units=4), CTX, mx.init.Xavier())
 
 
 def bits(folder):

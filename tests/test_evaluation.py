@@ -7,14 +7,14 @@ import pytest
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
+from .conftest import initialized
+
 SIZES = [6, 6, 5]  # the last batch is uneven on 2 and on 3 devices
 
 
 def linear_net(ctx):
     """Three classes of four numbers."""
-    net = nn.Dense(3, in_units=4, bias_initializer=mx.init.Uniform(0.5))
-    net.initialize(mx.init.Uniform(1.0), ctx=ctx)
-    return net
+    return initialized(nn.Dense(3, in_units=4, bias_initializer=mx.init.Uniform(0.5)), ctx, mx.init.Uniform(1.0))
 
 
 def make_batches(sizes=SIZES):
@@ -87,8 +87,7 @@ def test_an_iterator_may_write_each_batch_into_the_arrays_of_the_one_before(num_
     ctx = [mx.cpu(i) for i in range(num_devices)]
     rng = np.random.RandomState(0)
     features, labels = rng.rand(40, 8, 5).astype("float32"), rng.randint(0, 5, (40, 8))
-    net = mx.gluon.nn.Dense(5, in_units=5)
-    net.initialize(mx.init.Xavier(), ctx=ctx)
+    net = initialized(mx.gluon.nn.Dense(5, in_units=5), ctx, mx.init.Xavier())
 
     def recycling():
         X, y = mx.nd.zeros((8, 5)), mx.nd.zeros((8,))

@@ -17,6 +17,8 @@ from gluon_mgpu.doctor.known_errors import entries, explain_message, last_error
 from mxnet import MXNetError, autograd, gluon, nd
 from mxnet.gluon import nn
 
+from .conftest import initialized
+
 ROOT = Path(__file__).parent.parent
 HANGUL = re.compile("[가-힣]")
 NO_FILE = "cannot open shared object file: No such file or directory"
@@ -152,11 +154,6 @@ def unused_layer():
         y = net[0](nd.ones((1, 2)))
     y.backward()
     trainer.step(1)
-
-
-def initialized(net):
-    net.initialize()
-    return net
 
 
 PROVOKED = [

@@ -7,7 +7,7 @@ import pytest
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import ready, small_batches
+from .conftest import initialized, ready, small_batches
 from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds
 from .test_weight_average import Press, assert_close, assert_same, weights
 
@@ -179,9 +179,7 @@ def test_it_suggests_a_rate_that_trains_and_stops_when_the_loss_diverges(tmp_pat
     data, loss = batches_of(X, X @ np.float32([[1.0], [2.0]])), gluon.loss.L2Loss()
 
     def linear():
-        net = nn.Dense(1, in_units=2)
-        net.initialize(mx.init.Zero(), ctx=[mx.cpu(0), mx.cpu(1)])
-        return net
+        return initialized(nn.Dense(1, in_units=2), [mx.cpu(0), mx.cpu(1)], mx.init.Zero())
 
     net = linear()
     finder = mgpu.tuning.LearningRateFinder(net, loss, make_trainer(net))

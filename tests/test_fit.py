@@ -11,7 +11,7 @@ from gluon_mgpu.errors import NonFiniteLossError, TrainerError
 from mxnet import gluon
 from mxnet.gluon import nn
 
-from .conftest import SEED, largest_difference, weights_of
+from .conftest import SEED, largest_difference, sequential, weights_of
 from .worlds import devices
 
 __all__ = ["devices"]  # a fixture
@@ -20,11 +20,8 @@ LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
 def make_net(ctx, classes=3):
-    net = nn.HybridSequential()
-    net.add(nn.Dense(8, activation="tanh", in_units=2), nn.Dense(classes, in_units=8))
     mx.random.seed(SEED)
-    net.initialize(mx.init.Xavier(), ctx=ctx)
-    return net
+    return sequential(nn.Dense(8, activation="tanh", in_units=2), nn.Dense(classes, in_units=8), ctx=ctx, init=mx.init.Xavier())
 
 
 def make_trainer(net, learning_rate=0.5, **kwargs):

@@ -13,7 +13,7 @@ from gluon_mgpu.trainer.gradients import empty_pass
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import largest_difference, weights_of
+from .conftest import initialized, largest_difference, sequential, weights_of
 from .worlds import devices as devices
 
 CPU = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
@@ -22,10 +22,8 @@ MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01})
 
 
 def dense(ctx, seed=0, units=1, in_units=3):
-    net = nn.Dense(units, in_units=in_units)
     mx.random.seed(seed)
-    net.initialize(mx.init.Normal(0.5), ctx=ctx)
-    return net
+    return initialized(nn.Dense(units, in_units=in_units), ctx, mx.init.Normal(0.5))
 
 
 def data(seed, size, width=3):
@@ -223,10 +221,7 @@ def test_running_sums_of_one_call_of_backward_per_device():
 
 def test_graphs_are_there_for_threads_when_parameters_have_moved():
     """Threads that call a block at once would each trace it, and fail in its name scope."""
-    net = nn.HybridSequential()
-    net.add(nn.Dense(4), nn.Dense(2))
-    net.initialize(ctx=CPU)
-    net.hybridize()
+    net = sequential(nn.Dense(4), nn.Dense(2), ctx=CPU, hybridize={})
     trainer = mgpu.Trainer(net, *MOMENTUM)
     with autograd.record():
         losses = [net(mx.nd.ones((2, 3), ctx=context)).sum() for context in CPU]
@@ -365,9 +360,8 @@ def test_a_sparse_gradient_of_an_idle_device_has_no_rows(optimizer):
     batches = [np.array(words, "float32") for words in ([1, 2, 3, 3], [4], [1], [5, 6])]
     found = []
     for ctx in (CPU[:1], CPU):
-        net = nn.Embedding(50, 4, sparse_grad=True)
         mx.random.seed(2)
-        net.initialize(mx.init.Normal(0.5), ctx=ctx)
+        net = initialized(nn.Embedding(50, 4, sparse_grad=True), ctx, mx.init.Normal(0.5))
         trainer = (gluon.Trainer if ctx is not CPU else mgpu.Trainer)(net.collect_params(), *optimizer)
         untouched = net.weight.data(ctx[0]).asnumpy()[7:]
         for X in batches:
@@ -399,8 +393,7 @@ def test_a_pass_of_another_network_leaves_a_sum_for_its_update(devices):
 
 def test_a_trainer_without_trained_parameters_does_not_disturb_a_split():
     """Its table of gradients is empty; every later split that left a device idle raised a TypeError."""
-    net = nn.Dense(2, in_units=3)
-    net.initialize(ctx=CPU)
+    net = initialized(nn.Dense(2, in_units=3), CPU)
     net.collect_params().setattr("grad_req", "null")
     trainer = mgpu.Trainer(net, "sgd")
     for _ in range(2):

@@ -8,7 +8,7 @@ from gluon_mgpu.errors import TrainerError
 from gluon_mgpu.models import Seq2Seq, SequenceLoss
 from mxnet.gluon import nn
 
-from .conftest import largest_difference
+from .conftest import initialized, largest_difference, sequential
 from .test_pipeline import Crossing, batches, contexts, dense, seeded, trained, values
 
 
@@ -67,10 +67,7 @@ def sentences(dtype="int32"):
 
 def translator(**options):
     mx.random.seed(4)
-    net = Seq2Seq(20, 22, embed_size=8, hidden_size=8, **options)
-    net.initialize(mx.init.Xavier(magnitude=4))
-    net.hybridize()
-    return net
+    return initialized(Seq2Seq(20, 22, embed_size=8, hidden_size=8, **options), init=mx.init.Xavier(magnitude=4), hybridize={})
 
 
 @pytest.mark.parametrize(
@@ -133,8 +130,6 @@ def test_what_cannot_be_is_refused(make, shared, message):
 
 
 def test_each_part_costs_what_it_holds():
-    net = nn.HybridSequential()
-    net.add(nn.Dense(8, in_units=4), nn.Dense(8, in_units=8), nn.Dense(2, in_units=8))
-    net.initialize()
+    net = sequential(nn.Dense(8, in_units=4), nn.Dense(8, in_units=8), nn.Dense(2, in_units=8))
     found = mgpu.split_stages(net, 2, mx.nd.ones((2, 4)), balance="bytes", data_parallel=[net[2]])
     assert found.costs == [160.0, 288.0, 72.0]

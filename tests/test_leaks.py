@@ -12,7 +12,7 @@ from gluon_mgpu.monitor.leaks import LeakCheck, theil_sen
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import small_batches
+from .conftest import initialized, small_batches
 
 pytest.importorskip("psutil")
 CE = gluon.loss.SoftmaxCrossEntropyLoss
@@ -46,8 +46,7 @@ def test_live_arrays_are_counted(arrays):
 def loop(kind, num_steps=240):
     """A loop by hand over two contexts, as it stands in many scripts."""
     ctx = [mx.cpu(0), mx.cpu(1)]
-    net = nn.Dense(64, in_units=36)
-    net.initialize(ctx=ctx)
+    net = initialized(nn.Dense(64, in_units=36), ctx)
     loss = CE()
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01})
     ((X, y),) = small_batches([256])
@@ -90,8 +89,7 @@ class Keeps(mgpu.Callback):
 @pytest.mark.parametrize("leaks", [False, True])
 def test_in_fit(monkeypatch, caplog, leaks):
     monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_S", 0.0)
-    net = nn.Dense(3, in_units=36)
-    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    net = initialized(nn.Dense(3, in_units=36), [mx.cpu(0), mx.cpu(1)])
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01})
     check = LeakCheck(every=4)
     callbacks = [*([Keeps()] if leaks else []), check]

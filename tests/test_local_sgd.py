@@ -12,7 +12,7 @@ from gluon_mgpu.trainer.sums import DeviceSum
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import largest_difference, small_batches, small_net, weights_of
+from .conftest import initialized, largest_difference, small_batches, small_net, weights_of
 from .test_no_sync import waits  # noqa: F401
 from .worlds import train
 
@@ -147,8 +147,7 @@ def test_it_goes_on_from_a_checkpoint(tmp_path, optimizer):
 
 
 def test_each_device_clips_its_own_gradient():
-    net = nn.Dense(1, in_units=2, use_bias=False)
-    net.initialize(mx.init.Zero(), ctx=CTX[:2])
+    net = initialized(nn.Dense(1, in_units=2, use_bias=False), CTX[:2], mx.init.Zero())
     trainer = LocalSGD(net, "sgd", {"learning_rate": 1.0}, every=2, clip_norm=1.0)
     X = np.array([[3, 4], [0, 0.5]], "float32")
     mgpu.train_batch(net, lambda out, y: out.reshape((-1,)), trainer, X, X)
@@ -190,8 +189,7 @@ def test_what_devices_cannot_do_apart_is_refused():
 
 @pytest.mark.parametrize("kind", [mgpu.Trainer, partial(mgpu.LocalSGD, every=3)], ids=["Trainer", "LocalSGD"])
 def test_a_new_trainer_begins_with_equal_devices(kind):
-    net = nn.Dense(1, in_units=2)
-    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    net = initialized(nn.Dense(1, in_units=2), [mx.cpu(0), mx.cpu(1)])
     X, y = np.arange(8, dtype="float32").reshape(4, 2), np.zeros(4, "float32")
     mgpu.train_batch(net, gluon.loss.L2Loss(), mgpu.LocalSGD(net, "sgd", every=4), X, y)
     assert mgpu.data_parallel.replica_difference(net) > 0

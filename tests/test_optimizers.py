@@ -11,7 +11,7 @@ from gluon_mgpu.trainer.update import Update
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import small_batches, small_net
+from .conftest import initialized, small_batches, small_net
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
@@ -22,8 +22,7 @@ def test_float16_weights_with_float32_states(optimizer, is_cast_later):
     """MXNet's operators reject them. Weights in float32 as well have such states."""
 
     def train(**options):
-        net = nn.Embedding(5, 4, dtype="float32" if is_cast_later else "float16")
-        net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+        net = initialized(nn.Embedding(5, 4, dtype="float32" if is_cast_later else "float16"), [mx.cpu(0), mx.cpu(1)])
         trainer = mgpu.Trainer(net, optimizer, {"learning_rate": 0.1, **options})
         assert is_cast_later or options, "refused before the first step"
         net.cast("float16")
@@ -127,8 +126,7 @@ def test_an_optimizer_gets_the_parameters_when_it_is_made():
             super().__init__(**options)
             self.weights = [index for index, param in self.param_dict.items() if param.name.endswith("weight")]
 
-    net = mx.gluon.nn.Dense(1, in_units=2)
-    net.initialize()
+    net = initialized(mx.gluon.nn.Dense(1, in_units=2))
     try:
         assert mgpu.Trainer(net, "ofweights")._optimizer.weights == [0]
     finally:

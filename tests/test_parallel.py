@@ -11,7 +11,7 @@ from gluon_mgpu.errors import DeviceError, ShardError, StepError, TrainerError
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import gluon_loop, largest_difference, small_batches, small_net, weights_of
+from .conftest import gluon_loop, initialized, largest_difference, sequential, small_batches, small_net, weights_of
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 HYBRIDIZE = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
@@ -52,9 +52,7 @@ def test_a_script_of_gluoncvs_trains_as_on_one_device(devices, arrays, sizes, mo
 
 
 def dense(ctx=None, **options):
-    net = nn.Dense(2, in_units=3, **options)
-    net.initialize(mx.init.Uniform(1), ctx=ctx)
-    return net
+    return initialized(nn.Dense(2, in_units=3, **options), ctx, mx.init.Uniform(1))
 
 
 class Calls:
@@ -122,9 +120,7 @@ def test_without_devices_calls_go_through():
 def test_a_static_graph_follows_its_parameters_to_other_devices(start):
     """It went on writing gradients into the arrays that were replaced: those of cpu(0) stayed 0."""
     ctx = [mx.cpu(i) for i in range(3)]
-    module = nn.HybridSequential()
-    module.add(nn.Dense(4, in_units=3, activation="relu"), nn.Dense(2, in_units=4))
-    module.initialize(mx.init.One(), ctx=start)
+    module = sequential(nn.Dense(4, in_units=3, activation="relu"), nn.Dense(2, in_units=4), ctx=start, init=mx.init.One())
     module.hybridize(static_alloc=True, static_shape=True)
     for _ in range(3):
         with autograd.record():
@@ -176,16 +172,14 @@ def test_what_it_has_not_it_takes_from_the_network(tmp_path):
 
 
 def test_a_device_that_others_wait_for_is_not_left_out_when_training():
-    module = gluon.contrib.nn.SyncBatchNorm(num_devices=2, in_channels=3)
-    module.initialize()
+    module = initialized(gluon.contrib.nn.SyncBatchNorm(num_devices=2, in_channels=3))
     net = DataParallelModel(module, TWO, sync=True)
     with autograd.record(), pytest.raises(StepError, match="got a batch for 1 of the 2 devices"):
         net(mx.nd.ones((1, 3)))
     assert len(net(mx.nd.ones((1, 3)))) == 1  # predicting, nobody waits
     with autograd.record():
         assert len(DataParallelModel(dense(), TWO, sync=True)(mx.nd.ones((1, 3)))) == 1
-    module = nn.BatchNorm(in_channels=3)
-    module.initialize()
+    module = initialized(nn.BatchNorm(in_channels=3))
     with autograd.record():
         assert len(DataParallelModel(mgpu.set_batch_norm(module, "sync"), TWO, sync=True)(mx.nd.ones((1, 3)))) == 1
 

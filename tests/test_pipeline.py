@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import gluon_loop, largest_difference
+from .conftest import gluon_loop, initialized, largest_difference
 from .test_no_sync import waits as waits
 
 CE = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -221,8 +221,7 @@ def test_a_tied_weight_of_one_device_is_thawed():
     """Two of its stages add to its gradient, from then on."""
     tied, found = nn.Dense(16, in_units=16, use_bias=False), []
     stages = [tied, nn.Dense(16, in_units=16), nn.Dense(16, in_units=16, use_bias=False, params=tied.params)]
-    model = mgpu.Pipeline(stages, [mx.cpu(0), mx.cpu(1), mx.cpu(0)])
-    model.initialize(mx.init.One())
+    model = initialized(mgpu.Pipeline(stages, [mx.cpu(0), mx.cpu(1), mx.cpu(0)]), init=mx.init.One())
     trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.0})
     for grad_req in ("write", "null", "write"):
         tied.weight.grad_req = grad_req
@@ -301,8 +300,7 @@ class TakesOneTuple(nn.HybridBlock):
 def test_a_hybridized_first_stage_takes_the_input_as_it_comes():
     first = TakesOneTuple()
     first.hybridize()
-    model = mgpu.Pipeline([first, nn.Dense(1, in_units=16)], contexts(2), 2)
-    model.initialize()
+    model = initialized(mgpu.Pipeline([first, nn.Dense(1, in_units=16)], contexts(2), 2))
     X, y = batches()[0]
     assert len(mgpu.train_batch(model, CE, mgpu.Trainer(model, "sgd"), (X, X), y).losses) > 0
 
@@ -742,8 +740,7 @@ def fitted(loss=CE, **options):
 
 def test_shapes_that_the_first_batch_decides():
     blocks = [nn.Dense(16, activation="tanh"), nn.Dense(5)]
-    model = mgpu.Pipeline(blocks, contexts(2), 4)
-    model.initialize(mx.init.Xavier())
+    model = initialized(mgpu.Pipeline(blocks, contexts(2), 4), init=mx.init.Xavier())
     trained(model)
     assert [block.weight.shape for block in blocks] == [(16, 16), (5, 16)]
     assert [block.weight.list_ctx() for block in blocks] == [[mx.cpu(0)], [mx.cpu(1)]]

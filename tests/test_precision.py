@@ -13,7 +13,7 @@ from gluon_mgpu.trainer.precision import can_compute_bf16, precision_of, reduce_
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import largest_difference, ready, small_batches, small_net, weights_of
+from .conftest import initialized, largest_difference, ready, sequential, small_batches, small_net, weights_of
 from .test_no_sync import waits  # noqa: F401
 from .worlds import devices as devices
 
@@ -109,8 +109,7 @@ def test_what_is_combined_has_the_wider_type(combined, kind, arrays):
             low = self.dense(x)
             return combined(F, low, self.relu(low), F.npx.softmax(x) if mx.util.is_np_array() else F.softmax(x))
 
-    net = Combined()
-    net.initialize(ctx=mx.cpu())
+    net = initialized(Combined(), mx.cpu())
     x = as_array(np.linspace(-1, 1, 8, dtype="float32").reshape(2, 4))
     full = net(x).asnumpy()
     net.hybridize()
@@ -124,8 +123,7 @@ def test_what_is_combined_has_the_wider_type(combined, kind, arrays):
 def test_a_fully_connected_layer_is_that_of_rounded_numbers(arrays):
     rng = np.random.RandomState(0)
     x, w, b = (rng.uniform(-1, 1, shape).astype("float32") for shape in ((16, 64), (8, 64), (8,)))
-    net = nn.Dense(8, in_units=64)
-    net.initialize(ctx=mx.cpu())
+    net = initialized(nn.Dense(8, in_units=64), mx.cpu())
     net.weight.set_data(as_array(w))
     net.bias.set_data(as_array(b))
     expected = bf16(x).astype("float64") @ bf16(w).astype("float64").T + bf16(b)
@@ -186,8 +184,7 @@ def test_whole_numbers_stay_what_they_are():
 
     mx.npx.set_np()
     try:
-        net = Masked()
-        net.initialize(ctx=mx.cpu())
+        net = initialized(Masked(), mx.cpu())
         tokens = mx.np.array([257, 513, 512], dtype="int32")
         full = net(tokens)[0].asnumpy()
         net.hybridize()
@@ -242,9 +239,7 @@ def test_the_largest_of_a_window_is_the_one_of_float32(arrays):
     rng = np.random.RandomState(0)
     x = as_array((rng.permutation(256)[:144].reshape(1, 4, 6, 6) - 128.0).astype("float32"))
     head = as_array(rng.randint(1, 100, (1, 4, 3, 3)).astype("float32"))
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, kernel_size=1, use_bias=False, in_channels=4), nn.MaxPool2D(2))
-    net.initialize(ctx=mx.cpu())
+    net = sequential(nn.Conv2D(4, kernel_size=1, use_bias=False, in_channels=4), nn.MaxPool2D(2), ctx=mx.cpu())
     net[0].weight.set_data(as_array(np.eye(4, dtype="float32").reshape(4, 4, 1, 1)))
     net.hybridize()
     x.attach_grad()
@@ -288,17 +283,13 @@ def test_plain_blocks_and_imported_graphs(tmp_path):
             return self.two(self.one(x).tanh() + x)
 
     x = mx.nd.random.uniform(-1, 1, (4, 4))
-    net = Plain()
-    net.initialize(mx.init.Xavier(), ctx=mx.cpu())
+    net = initialized(Plain(), mx.cpu(), mx.init.Xavier())
     full = net(x).asnumpy()
     set_precision(net, "bf16")
     out = net(x).asnumpy()
     assert np.array_equal(out, bf16(out)) and 0 < np.abs(out - full).max() <= 4 * EPS * np.abs(full).max()
 
-    dense = nn.HybridSequential()
-    dense.add(nn.Dense(3, in_units=4))
-    dense.initialize(mx.init.Xavier(), ctx=mx.cpu())
-    dense.hybridize()
+    dense = sequential(nn.Dense(3, in_units=4), ctx=mx.cpu(), init=mx.init.Xavier(), hybridize={})
     full = dense(x).asnumpy()
     set_precision(dense, "bf16")
     out = dense(x).asnumpy()

@@ -12,17 +12,15 @@ from mxnet import autograd, gluon
 from mxnet.base import _LIB
 from mxnet.gluon import nn
 
+from .conftest import initialized, sequential
+
 HYBRIDIZE = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
 
 
 def linear_net(ctx, hybridize=None):
     """Three numbers of four."""
-    net = nn.HybridSequential()
-    net.add(nn.Dense(3, in_units=4, bias_initializer=mx.init.Uniform(0.5)))
-    net.initialize(mx.init.Uniform(1.0), ctx=ctx)
-    if hybridize is not None:
-        net.hybridize(**hybridize)
-    return net
+    layer = nn.Dense(3, in_units=4, bias_initializer=mx.init.Uniform(0.5))
+    return sequential(layer, ctx=ctx, init=mx.init.Uniform(1.0), hybridize=hybridize)
 
 
 def in_numpy(net, X):
@@ -93,8 +91,7 @@ def test_inputs_and_outputs_may_be_nested(devices, arrays):
 
 def test_examples_may_lie_along_another_axis(devices):
     X = np.random.rand(3, 5, 2).astype("float32")  # T, N, C
-    layers = nn.Dense(4, flatten=False, in_units=2)
-    layers.initialize(mx.init.Uniform(1), ctx=devices)
+    layers = initialized(nn.Dense(4, flatten=False, in_units=2), devices, mx.init.Uniform(1))
     wanted = in_numpy(layers, X)
     found = predict(layers, [X, X[:, :1]], batch_axis=1)
     np.testing.assert_allclose(found, np.concatenate([wanted, wanted[:, :1]], axis=1), rtol=1e-5, atol=1e-6)
@@ -157,9 +154,7 @@ def test_what_it_holds_does_not_grow(devices, form):
 
 
 def test_dropout_is_off_and_batch_norm_predicts(devices, arrays):
-    net = nn.HybridSequential()
-    net.add(nn.Dropout(0.9), nn.BatchNorm(in_channels=2))
-    net.initialize(ctx=devices)
+    net = sequential(nn.Dropout(0.9), nn.BatchNorm(in_channels=2), ctx=devices)
     for context in devices:
         net[1].running_mean.data(context)[:] = 1.5
         net[1].running_var.data(context)[:] = 2.0
@@ -192,8 +187,7 @@ def test_memory_of_numpy_batches_is_not_written_while_outputs_share_it(devices):
 
 @pytest.mark.parametrize("compiled", ["auto", "on"])
 def test_a_network_whose_shapes_are_unknown_yet_predicts(devices, arrays, compiled):
-    net = nn.Dense(3)
-    net.initialize(mx.init.Uniform(1), ctx=devices)
+    net = initialized(nn.Dense(3), devices, mx.init.Uniform(1))
     (X,) = make_batches(6)
     np.testing.assert_allclose(predict(net, [X], compiled=compiled), in_numpy(net, X), rtol=1e-5, atol=1e-6)
 

@@ -17,7 +17,7 @@ from gluon_mgpu.errors import MissingExtraError, TrainerError
 from gluon_mgpu.tuning import ray_tune
 from mxnet import gluon
 
-from .conftest import largest_difference, small_batches, small_net, weights_of
+from .conftest import initialized, largest_difference, small_batches, small_net, weights_of
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 SCRIPT = Path(__file__).parent.parent / "scripts" / "search_resnet18.py"
@@ -170,7 +170,6 @@ def test_the_script_searches(tmp_path, scheduler):
     assert done.returncode == 0, done.stdout.decode()
     best, checkpoint = [line for line in done.stdout.decode().splitlines() if line.startswith(("best: ", "checkpoint: "))]
     assert "test accuracy" in best
-    net = mgpu.models.resnet18(10)
-    net.initialize()
+    net = initialized(mgpu.models.resnet18(10))
     net(mx.nd.zeros((1, 1, 8, 8)))
     mgpu.load_checkpoint(checkpoint.split(": ")[1], net)

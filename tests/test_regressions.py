@@ -15,15 +15,15 @@ from gluon_mgpu.trainer.slab import place_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
+from .conftest import initialized, sequential
+
 CTX = [mx.cpu(0), mx.cpu(1)]
 BOTH = pytest.mark.parametrize("trainer_class", [gluon.Trainer, mgpu.Trainer], ids=["gluon", "ours"])
 
 
 def linear(ctx=CTX, value=1.0, **kwargs):
     """y = w x with one weight: gradients can be worked out on paper."""
-    net = nn.Dense(1, in_units=1, use_bias=False, **kwargs)
-    net.initialize(mx.init.Constant(value), ctx=ctx)
-    return net
+    return initialized(nn.Dense(1, in_units=1, use_bias=False, **kwargs), ctx, mx.init.Constant(value))
 
 
 def backward(net, inputs):
@@ -117,8 +117,7 @@ def test_the_first_step_overwrites_running_statistics(trainer_class):
 
     Here each step moves all by the mean.
     """
-    net = nn.BatchNorm(in_channels=1, momentum=0.0)
-    net.initialize(ctx=CTX)
+    net = initialized(nn.BatchNorm(in_channels=1, momentum=0.0), CTX)
     trainer = trainer_class(net.collect_params(), "sgd", {"learning_rate": 0.1})
     with autograd.record():
         outputs = [net(mx.nd.array([[mean - 1.0], [mean + 1.0]], ctx=context)) for context, mean in zip(CTX, (3.0, 7.0))]
@@ -131,9 +130,7 @@ def test_the_first_step_overwrites_running_statistics(trainer_class):
 @pytest.mark.parametrize("static", [False, True])
 def test_what_was_evaluated_is_what_is_saved(static, tmp_path):
     """Gluon evaluates with each device's own statistics, and saves their mean."""
-    net = nn.HybridSequential()
-    net.add(nn.BatchNorm(in_channels=1, momentum=0.5))
-    net.initialize(ctx=CTX)
+    net = sequential(nn.BatchNorm(in_channels=1, momentum=0.5), ctx=CTX)
     if static:
         net.hybridize(static_alloc=True, static_shape=True)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.0})
@@ -183,8 +180,7 @@ def test_adam_forgets_its_count_on_more_devices(trainer_class, tmp_path):
 
 
 def test_two_shards_through_one_batch_norm_need_a_joint_backward():
-    net = nn.BatchNorm(in_channels=1)
-    net.initialize(ctx=CTX[:1])
+    net = initialized(nn.BatchNorm(in_channels=1), CTX[:1])
     with autograd.record():
         losses = [net(mx.nd.array([[1.0], [value]])) for value in (2.0, 4.0)]
     mgpu.backward(losses)
@@ -336,7 +332,6 @@ def test_the_divisor_is_the_number_of_examples():
 
 def test_a_convolutions_weight_lies_in_no_bucket():
     """On a CPU, oneDNN writes it in another layout, beyond a view's end, and the gradient of a transposed convolution too."""
-    net = gluon.nn.Conv2D(32, 3, in_channels=16)
-    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    net = initialized(gluon.nn.Conv2D(32, 3, in_channels=16), [mx.cpu(0), mx.cpu(1)])
     mgpu.Trainer(net, "sgd")
     assert place_of(net.weight) is None and place_of(net.bias) is not None

@@ -9,7 +9,7 @@ import pytest
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import largest_difference
+from .conftest import initialized, largest_difference, sequential
 
 LOSS = gluon.loss.L2Loss()
 MOMENTUM = 0.9
@@ -18,11 +18,8 @@ MODES = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_s
 
 def normed(num_devices, mode="plain"):
     """A BatchNorm of two channels and a layer after it."""
-    net = nn.HybridSequential()
-    net.add(nn.BatchNorm(in_channels=2, momentum=MOMENTUM), nn.Dense(1, in_units=2))
-    net.initialize(ctx=[mx.cpu(i) for i in range(num_devices)])
-    if MODES[mode] is not None:
-        net.hybridize(**MODES[mode])
+    layers = nn.BatchNorm(in_channels=2, momentum=MOMENTUM), nn.Dense(1, in_units=2)
+    net = sequential(*layers, ctx=[mx.cpu(i) for i in range(num_devices)], hybridize=MODES[mode])
     return net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.0})
 
 
@@ -211,9 +208,7 @@ def test_a_checkpoint_holds_what_evaluation_takes_and_a_resumed_run_continues(lo
 
 def test_statistics_that_training_leaves_alone_stay(devices):
     """`use_global_stats`, and a network that only predicts."""
-    net = nn.HybridSequential()
-    net.add(nn.BatchNorm(in_channels=2, use_global_stats=True), nn.Dense(1, in_units=2))
-    net.initialize(ctx=devices)
+    net = sequential(nn.BatchNorm(in_channels=2, use_global_stats=True), nn.Dense(1, in_units=2), ctx=devices)
     net[0].running_mean.set_data(mx.nd.array([0.1, 0.7]))
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
     by_train_batch(net, trainer, *batch(5))
@@ -224,9 +219,7 @@ def test_statistics_that_training_leaves_alone_stay(devices):
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_those_whose_shapes_the_first_batch_decides_move_alike(loop):
-    net = nn.HybridSequential()
-    net.add(nn.BatchNorm(momentum=MOMENTUM), nn.Dense(1))
-    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    net = sequential(nn.BatchNorm(momentum=MOMENTUM), nn.Dense(1), ctx=[mx.cpu(0), mx.cpu(1)])
     X, y = batch(4)
     loop(net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.0}), X, y)
     assert_stats(net, np.mean([moved(INITIAL, X[:2]), moved(INITIAL, X[2:])], axis=0))
@@ -299,8 +292,7 @@ def test_trainers_of_one_network_count_for_each_other():
 
 
 def test_a_former_trainer_holds_only_the_latest_one():
-    net = nn.BatchNorm(in_channels=2)
-    net.initialize()
+    net = initialized(nn.BatchNorm(in_channels=2))
     first = mgpu.Trainer(net, "sgd")
     for _ in range(5):
         latest = mgpu.Trainer(net, "sgd")

@@ -9,7 +9,7 @@ from gluon_mgpu.models.seq2seq.recurrent_layer import Recurrence
 from gluon_mgpu.models.seq2seq.sequence_loss import SequenceLoss
 from mxnet import autograd, gluon
 
-from .conftest import largest_difference, weights_of
+from .conftest import initialized, largest_difference, weights_of
 
 SOURCE_VOCAB, TARGET_VOCAB = 9, 11
 MODELS = {
@@ -21,8 +21,7 @@ MODELS = {
 
 def small_model(ctx, hybridize=False, **options):
     mx.random.seed(0)
-    net = Seq2Seq(SOURCE_VOCAB, TARGET_VOCAB, embed_size=6, hidden_size=6, **options)
-    net.initialize(mx.init.Uniform(0.5), ctx=ctx)
+    net = initialized(Seq2Seq(SOURCE_VOCAB, TARGET_VOCAB, embed_size=6, hidden_size=6, **options), ctx, mx.init.Uniform(0.5))
     if hybridize:
         net.hybridize()
     return net
@@ -80,8 +79,7 @@ def test_attention_is_what_the_papers_write(kind):
     rng = np.random.RandomState(0)
     queries, keys, values = rng.randn(2, 3, 4), rng.randn(2, 5, 4), rng.randn(2, 5, 6)
     lengths = [5, 2]
-    layer = Attention(kind, 4, 6)
-    layer.initialize(mx.init.Uniform(1))
+    layer = initialized(Attention(kind, 4, 6), init=mx.init.Uniform(1))
     got = layer(*(mx.nd.array(array) for array in (queries, keys, values)), mx.nd.array(lengths, dtype="int32"))
     join = layer.join.weight.data().asnumpy()
     vectors, weights = np.zeros((2, 3, 4)), np.zeros((2, 5, 3))

@@ -11,7 +11,7 @@ from mxnet import autograd, gluon
 from mxnet.contrib.amp.loss_scaler import LossScaler as ScalerOfAmp
 from mxnet.gluon import nn
 
-from .conftest import small_batches, small_net, weights_of
+from .conftest import sequential, small_batches, small_net, weights_of
 from .worlds import Scale
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -321,9 +321,7 @@ def test_optimizers_that_join_parameters_and_other_modes_update_on_every_device(
 
 
 def test_a_parameter_that_is_trained_later_goes_where_least_is():
-    net = nn.HybridSequential()
-    net.add(nn.Dense(16, in_units=16, use_bias=False), nn.Dense(2, in_units=16, use_bias=False))
-    net.initialize(ctx=cpus(2))
+    net = sequential(nn.Dense(16, in_units=16, use_bias=False), nn.Dense(2, in_units=16, use_bias=False), ctx=cpus(2))
     net[0].weight.grad_req = "null"
     trainer = mgpu.Trainer(net, "adam", bucket_bytes=1)
     for grad_req in ("null", "write"):

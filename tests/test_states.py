@@ -9,7 +9,7 @@ import pytest
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import largest_difference
+from .conftest import initialized, largest_difference
 
 SCHEDULED = {"learning_rate": 0.05, "lr_scheduler": lambda: mx.lr_scheduler.FactorScheduler(step=2, factor=0.5, base_lr=0.05)}
 OPTIMIZERS = {
@@ -87,9 +87,8 @@ def test_an_optimizer_that_takes_only_rows_continues(tmp_path):
     """GroupAdaGrad rejects weights that are not 2-D, also when its file is checked."""
     weights = []
     for is_resumed in (False, True):
-        net = nn.Dense(3, in_units=3, use_bias=False)
         mx.random.seed(0)
-        net.initialize(mx.init.Uniform(1.0), ctx=[mx.cpu(0), mx.cpu(1)])
+        net = initialized(nn.Dense(3, in_units=3, use_bias=False), [mx.cpu(0), mx.cpu(1)], mx.init.Uniform(1.0))
         trainer = mgpu.Trainer(net, "groupadagrad", {"learning_rate": 0.1})
         for step in range(4):
             if is_resumed and step == 2:

@@ -8,7 +8,7 @@ from gluon_mgpu.errors import ShardError, StepError, TrainerError
 from mxnet import autograd, gluon
 from mxnet.gluon import nn, rnn
 
-from .conftest import largest_difference, small_batches, small_net, weights_of
+from .conftest import initialized, largest_difference, sequential, small_batches, small_net, weights_of
 
 CTX = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -27,8 +27,7 @@ def test_a_batch_tells_what_came_of_it(micro_steps, shards, arrays):
 
 
 def test_prediction_mode_and_training_mode():
-    net = nn.Dropout(0.5)
-    net.initialize(ctx=CTX)
+    net = initialized(nn.Dropout(0.5), CTX)
     ones = np.ones((60, 10), "float32")
     batch = mgpu.eval_batch(net, ones, np.zeros(60), CTX)
     assert all((output.asnumpy() == 1).all() for output in batch.outputs)
@@ -63,11 +62,7 @@ class Tagger(gluon.Block):
 
 @pytest.mark.parametrize("hybridize", [None, {}])
 def test_a_failure_names_shard_and_device(hybridize):
-    net = nn.HybridSequential()
-    net.add(nn.Dense(2, in_units=3))
-    net.initialize(ctx=CTX)
-    if hybridize is not None:
-        net.hybridize()
+    net = sequential(nn.Dense(2, in_units=3), ctx=CTX, hybridize=hybridize)
     trainer = mgpu.Trainer(net, "sgd")
     with pytest.raises(StepError, match=r"shard 0 on cpu\(0\), shapes \[\(2, 7\), \(2,\)\]") as caught:
         mgpu.train_batch(net, LOSS, trainer, np.ones((6, 7)), np.zeros(6))
@@ -145,8 +140,7 @@ def test_parts_of_nested_inputs_with_axes_of_their_own():
     found = []
     for num_devices, micro_steps in ((1, 1), (3, 1), (2, 4)):
         mx.random.seed(1)
-        net = Tagger()
-        net.initialize(mx.init.Xavier(), ctx=CTX[:num_devices])
+        net = initialized(Tagger(), CTX[:num_devices], mx.init.Xavier())
         trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01})
         for _ in range(5):
             mgpu.train_batch(net, LOSS, trainer, X, y, split_f=split, micro_steps=micro_steps)
@@ -157,8 +151,7 @@ def test_parts_of_nested_inputs_with_axes_of_their_own():
 
 def time_major(devices):
     """A layer over (T, N, C), whose outputs keep the axes; its weight."""
-    net = gluon.nn.Dense(2, in_units=3, flatten=False)
-    net.initialize(mx.init.One(), ctx=devices)
+    net = initialized(gluon.nn.Dense(2, in_units=3, flatten=False), devices, mx.init.One())
     return net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
 
 

@@ -16,6 +16,8 @@ from gluon_mgpu.runtime.profiler import Operation, Recording, operations_of, rec
 from mxnet import gluon
 from mxnet.gluon import nn
 
+from .conftest import initialized, sequential
+
 MS = 1e-3
 
 
@@ -115,9 +117,7 @@ def test_files_of_the_profiler_after_the_first_begin_with_a_comma():
 def train(trace, ctx, *, batches=20, epochs=1, sleep_s=0.0, compiled="auto", missing=-1):
     """Train a small network; return its weights."""
     mx.random.seed(3)
-    net = nn.HybridSequential()
-    net.add(nn.Dense(8, activation="relu", in_units=4), nn.Dense(2, in_units=8))
-    net.initialize(mx.init.Xavier(), ctx=ctx)
+    net = sequential(nn.Dense(8, activation="relu", in_units=4), nn.Dense(2, in_units=8), ctx=ctx, init=mx.init.Xavier())
     net.hybridize(static_alloc=True, static_shape=True)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}, bucket_bytes=64)  # each device updates some
     X, y = mx.nd.ones((12, 4)), mx.nd.arange(12) % 2
@@ -250,8 +250,7 @@ def test_the_figure_shows_every_lane(tmp_path):
 def train_pipeline(trace, ctx, *, micro_batches=2, batches=12, rows=6, **options):
     """Train a network of two layers as a pipeline."""
     layers = [nn.Dense(8, activation="relu", in_units=4), nn.Dense(2, in_units=8)]
-    pipeline = mgpu.Pipeline(layers, ctx, micro_batches, **options)
-    pipeline.initialize()
+    pipeline = initialized(mgpu.Pipeline(layers, ctx, micro_batches, **options))
     trainer = mgpu.Trainer(pipeline, "sgd", {"learning_rate": 0.1})
     data = [(np.ones((rows, 4), "float32"), np.zeros(rows, "float32"))] * batches
     mgpu.fit(pipeline, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, data, epochs=1, callbacks=[], trace=trace)

@@ -10,7 +10,7 @@ from gluon_mgpu.trainer.options import batch_size_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import largest_difference, small_batches, small_net, weights_of
+from .conftest import initialized, largest_difference, sequential, small_batches, small_net, weights_of
 from .worlds import devices as devices
 from .worlds import train
 
@@ -111,9 +111,7 @@ def test_states_of_something_else_are_refused(tmp_path):
     arrays = dict(np.load(path))
     values = json.loads(arrays.pop("trainer.json").tobytes())
     first = values["states"]["0"]
-    wider = nn.HybridSequential()
-    wider.add(nn.Dense(3, in_units=4), nn.Dense(5, in_units=3))
-    wider.initialize(ctx=CTX)
+    wider = sequential(nn.Dense(3, in_units=4), nn.Dense(5, in_units=3), ctx=CTX)
     cases = [
         (mgpu.Trainer(wider, "adam"), {}, r"of another network: '0\.weight' \(4, 1, 3, 3\) where this one has"),
         (sgd, {}, "Adam' where this one has mxnet.optimizer.optimizer.SGD"),
@@ -274,9 +272,7 @@ def scattered():
 
 
 def sparse_weight():
-    net = gluon.contrib.nn.SparseEmbedding(4, 2)
-    net.initialize(ctx=CTX)
-    return net
+    return initialized(gluon.contrib.nn.SparseEmbedding(4, 2), CTX)
 
 
 BAD = [
@@ -318,8 +314,7 @@ def test_a_batch_size_may_be_an_array_of_one_element(batch_size):
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_an_update_divided_by_an_array_that_is_not_finite_is_left_out(number):
-    net = nn.Dense(1, in_units=1, use_bias=False)
-    net.initialize(mx.init.One(), ctx=CTX)
+    net = initialized(nn.Dense(1, in_units=1, use_bias=False), CTX, mx.init.One())
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0})
     for batch_size, weight in ((mx.nd.array([number]), 1.0), (2, 0.0)):
         with autograd.record():
@@ -365,8 +360,7 @@ def test_bytes_are_counted_and_alike_on_every_device(num_devices, optimizer, sta
 )
 def test_clipping_is_of_what_was_summed_and_averaged(devices, arrays, options, optimizer_params, wanted):
     """Against NumPy; each device's gradient alone would be cut at other places."""
-    net = nn.Dense(1, in_units=3, use_bias=False)
-    net.initialize(mx.init.Zero(), ctx=devices)
+    net = initialized(nn.Dense(1, in_units=3, use_bias=False), devices, mx.init.Zero())
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0, **optimizer_params}, measure_grad_norm=True, **options)
     assert trainer.grad_norm is None
     X = np.array([[9, -3, 0], [-1, 0, 5], [1, 1.5, -9], [0, -9, 3]], "float32")
@@ -402,8 +396,7 @@ class TwoHeads(gluon.Block):
 
 def test_unused_parameters_are_left_alone(arrays):
     mx.random.seed(1)
-    net = TwoHeads()
-    net.initialize(mx.init.Xavier(), ctx=CTX)
+    net = initialized(TwoHeads(), CTX, mx.init.Xavier())
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, find_unused_parameters=True)
     X, y = np.ones((4, 2), np.float32), np.array([0, 1, 0, 1])
     mgpu.train_batch(net, LOSS, trainer, X, y)
@@ -430,8 +423,7 @@ def test_an_unknown_hyperparameter_is_named(optimizer, params, name):
 
 
 def test_the_largest_difference_of_replicas():
-    net = nn.Dense(1, in_units=2)
-    net.initialize(mx.init.One(), ctx=[mx.cpu(i) for i in range(3)])
+    net = initialized(nn.Dense(1, in_units=2), [mx.cpu(i) for i in range(3)], mx.init.One())
     net.weight.data(mx.cpu(1))[:] = mx.nd.array([[1.5, -1]])
     net.bias.data(mx.cpu(2))[:] = 0.25
     assert mgpu.data_parallel.replica_difference(net) == 2.0

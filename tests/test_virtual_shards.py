@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from mxnet import gluon
 from mxnet.gluon import nn, rnn
 
+from .conftest import initialized, sequential
 from .test_resume import KilledAfter, KilledError
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -52,9 +53,7 @@ def make(network, num_devices, optimizer="sgd", shards=8, *, hybridize=True, **o
     mx.random.seed(3)
     np.random.seed(3)
     layers, shape = NETWORKS[network]()
-    net = nn.HybridSequential()
-    net.add(*layers)
-    net.initialize(mx.init.Xavier(), ctx=cpus(num_devices))
+    net = sequential(*layers, ctx=cpus(num_devices), init=mx.init.Xavier())
     if hybridize:
         net.hybridize()
     name, params = OPTIMIZERS[optimizer]
@@ -141,9 +140,7 @@ def test_another_number_of_shards_rounds_differently():
 
 
 def test_gradients_of_other_parameters_are_not_added_up():
-    net = nn.HybridSequential()
-    net.add(nn.Dense(4, in_units=4), nn.Dense(3, in_units=4))
-    net.initialize(ctx=cpus(2))
+    net = sequential(nn.Dense(4, in_units=4), nn.Dense(3, in_units=4), ctx=cpus(2))
     net[0].collect_params().setattr("grad_req", "null")
     trainer = mgpu.Trainer(net, "sgd", virtual_shards=2)
     X, y = np.ones((4, 4), "float32"), np.zeros(4, "float32")
@@ -339,8 +336,7 @@ class Branches(gluon.Block):
 def test_a_layer_that_a_later_batch_reaches_first(num_devices):
     found = []
     for in_units in (3, 0):
-        net = Branches(in_units)
-        net.initialize(mx.init.One(), ctx=[mx.cpu(i) for i in range(num_devices)])
+        net = initialized(Branches(in_units), [mx.cpu(i) for i in range(num_devices)], mx.init.One())
         trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}, virtual_shards=4)
         for length in (2, 3):
             X = mx.nd.arange(4).reshape((4, 1, 1)).tile((1, length, 3))
@@ -361,8 +357,7 @@ class Routed(gluon.Block):
 
 
 def test_a_layer_that_only_one_shard_of_a_device_reaches():
-    net = Routed()
-    net.initialize(mx.init.One(), ctx=cpus(1))
+    net = initialized(Routed(), cpus(1), mx.init.One())
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}, virtual_shards=2)
     X = mx.nd.array([[-2], [-1], [1], [2]])
     batch = mgpu.train_batch(net, lambda output, label: (output[0] - label) ** 2, trainer, X, mx.nd.zeros((4, 1)))
@@ -387,8 +382,7 @@ def test_a_trainer_of_the_same_network_before_changes_nothing():
     """3 of 8 virtual shards: one device has none. The former trainer is not garbage yet."""
     found = []
     for has_former in (False, True):
-        net = nn.Dense(3, in_units=5)
-        net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
+        net = initialized(nn.Dense(3, in_units=5), [mx.cpu(0), mx.cpu(1)], mx.init.One())
         trainers = [mgpu.Trainer(net, "sgd", virtual_shards=8) for _ in range(1 + has_former)]
         for _ in range(2):
             mgpu.train_batch(net, LOSS, trainers[-1], np.ones((3, 5), "float32"), np.array([0, 0, 1]))
@@ -398,8 +392,7 @@ def test_a_trainer_of_the_same_network_before_changes_nothing():
 
 def test_another_trainer_takes_nothing_of_a_step_that_failed(monkeypatch):
     """Only the last part's gradient is there."""
-    net = nn.Dense(3, in_units=5)
-    net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
+    net = initialized(nn.Dense(3, in_units=5), [mx.cpu(0), mx.cpu(1)], mx.init.One())
     trainer, other = mgpu.Trainer(net, "sgd", virtual_shards=4), mgpu.Trainer(net, "sgd")
     monkeypatch.setattr(trainer, "step", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -414,9 +407,7 @@ def test_what_a_program_draws_between_batches_does_not_depend_on_earlier_passes(
     found = []
     for is_new in (False, True):
         mx.random.seed(0)
-        net = nn.Dense(1, in_units=2)
-        net.initialize()
-        net.hybridize()
+        net = initialized(nn.Dense(1, in_units=2), hybridize={})
         trainer = mgpu.Trainer(net, "sgd", virtual_shards=2)
         steps = [mgpu.compile_step(net, gluon.loss.L2Loss(), trainer) for _ in range(3)]
         for step in steps if is_new else steps[:1] * 3:

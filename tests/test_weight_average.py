@@ -10,7 +10,7 @@ import pytest
 from gluon_mgpu.loop.averaged_weights import AveragedWeights
 from mxnet.gluon import nn
 
-from .conftest import mostly_two
+from .conftest import initialized, mostly_two, sequential
 from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds
 
 DATA = batches_of(*three_clouds())  # 4 batches
@@ -140,9 +140,7 @@ def test_resumed_on_another_number_of_devices(tmp_path):
 
 def test_one_operation_per_device(monkeypatch):
     ctx = [mx.cpu(0), mx.cpu(1)]
-    net = nn.HybridSequential()
-    net.add(*[nn.Dense(4, in_units=4) for _ in range(20)])
-    net.initialize(ctx=ctx)
+    net = sequential(*[nn.Dense(4, in_units=4) for _ in range(20)], ctx=ctx)
     mgpu.Trainer(net, "sgd")
     average, calls, update = AveragedWeights(net), [], mx.nd.multi_sgd_update
     monkeypatch.setattr(mx.nd, "multi_sgd_update", lambda *args, **kwargs: calls.append(1) or update(*args, **kwargs))
@@ -181,11 +179,9 @@ def test_the_average_in_a_checkpoint(tmp_path, devices, arrays):
 
 
 def bn_net(ctx):
-    net = nn.HybridSequential()
-    net.add(nn.Dense(6, in_units=2), nn.BatchNorm(in_channels=6, momentum=0.5), nn.Dense(3, in_units=6))
+    layers = nn.Dense(6, in_units=2), nn.BatchNorm(in_channels=6, momentum=0.5), nn.Dense(3, in_units=6)
     mx.random.seed(3)
-    net.initialize(mx.init.Xavier(), ctx=ctx)
-    return net
+    return sequential(*layers, ctx=ctx, init=mx.init.Xavier())
 
 
 @pytest.mark.each_value
@@ -210,16 +206,14 @@ def test_update_bn_gives_the_moments_of_the_data(devices, arrays, hybridize):
 
 def test_update_bn_counts_examples_along_their_axis():
     """It counted the time steps of each shard, as many on both devices: the mean was 4.5."""
-    net = nn.BatchNorm(axis=2, in_channels=1, momentum=0)
-    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    net = initialized(nn.BatchNorm(axis=2, in_channels=1, momentum=0), [mx.cpu(0), mx.cpu(1)])
     X = np.tile(np.array([[0.0], [0.0], [9.0]]), (4, 1, 1))  # time steps, examples, channels
     mgpu.update_bn(net, [(X, X)], split_f=partial(mgpu.split_batch, batch_axis=1))
     assert net.running_mean.data(mx.cpu(0)).asscalar() == 3
 
 
 def test_update_bn_needs_no_labels():
-    net = nn.BatchNorm(in_channels=1, momentum=0.0)
-    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    net = initialized(nn.BatchNorm(in_channels=1, momentum=0.0), [mx.cpu(0), mx.cpu(1)])
     mgpu.update_bn(net, [(mx.nd.array([[4.0], [8.0], [9.0]]), None)])
     assert [float(mean.asscalar()) for mean in net.running_mean.list_data()] == [7.0, 7.0]
 
@@ -247,8 +241,7 @@ def test_update_bn_moves_as_training_does(num_devices):
             return y, F.argmax(y, axis=1).astype("int32")
 
     def mean(how):
-        net = Pair()
-        net.initialize(ctx=[mx.cpu(i) for i in range(num_devices)])
+        net = initialized(Pair(), [mx.cpu(i) for i in range(num_devices)])
         trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.0})
         for X, y in data if how == "train" else ():
             mgpu.train_batch(net, lambda output, label: output[0].sum(axis=1), trainer, X, y)

@@ -31,6 +31,9 @@ os.fsync = os.fstat  # no test sees whether the disk has data; those of its orde
 unfreeze, gc.unfreeze = gc.unfreeze, lambda: None  # searches of blocks pass over what the modules before have left
 
 SEED = int(os.environ.get("GLUON_MGPU_TEST_SEED", "0"))
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+HYBRIDIZE = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
+OPTIMIZERS = {"momentum": ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}), "adam": ("adam", {"learning_rate": 0.01})}
 
 
 def pytest_report_header():
@@ -202,12 +205,11 @@ def gluon_loop(net, optimizer, optimizer_params, batches):
     """The hand-written Gluon loop on one device, with the divisor that was seen: it is right, and owes us nothing."""
     (context,) = next(iter(net.collect_params().values())).list_ctx()
     trainer = gluon.Trainer(net.collect_params(), optimizer, dict(optimizer_params))
-    loss = gluon.loss.SoftmaxCrossEntropyLoss()
     array = mx.np.array if mx.util.is_np_array() else mx.nd.array
     for X, y in batches:
         data, label = array(X, ctx=context, dtype=X.dtype), array(y, ctx=context, dtype=y.dtype)
         with autograd.record():
-            value = loss(net(data), label)
+            value = LOSS(net(data), label)
         value.backward()
         trainer.step(len(X))
     return net

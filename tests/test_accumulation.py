@@ -12,11 +12,10 @@ from gluon_mgpu.trainer.sums import DeviceSum
 from mxnet import autograd, gluon
 from mxnet.gluon import nn, rnn
 
-from .conftest import gluon_loop, initialized, largest_difference, sequential, small_batches, small_net, weights_of
+from .conftest import LOSS, gluon_loop, initialized, largest_difference, sequential, small_batches, small_net, weights_of
 from .worlds import devices as devices
 
 CTX = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 HYBRIDIZE = {"plain": None, "static": {"static_alloc": True, "static_shape": True}}
 MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3})
 GROUPS = [[5, 3, 9], [1, 1], [7], [2, 1, 4, 1]]  # examples of each micro-batch, of each update

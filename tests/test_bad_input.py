@@ -13,10 +13,9 @@ from gluon_mgpu.trainer.precision import precision_of
 from mxnet import gluon
 from mxnet.gluon import nn
 
-from .conftest import initialized, largest_difference, small_batches, small_net, weights_of
+from .conftest import LOSS, initialized, largest_difference, small_batches, small_net, weights_of
 
 CTX = [mx.cpu(0), mx.cpu(1)]
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 X, Y = small_batches([6])[0]
 ITERATOR = mx.io.NDArrayIter(X, Y, 3)
 

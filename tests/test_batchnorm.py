@@ -20,13 +20,11 @@ from gluon_mgpu.errors import StepError, TrainerError
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import SEED, gluon_loop, initialized, largest_difference, ready, small_batches
+from .conftest import HYBRIDIZE, LOSS, SEED, gluon_loop, initialized, largest_difference, ready, small_batches
 from .test_no_sync import waits as waits
 
-MODES = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
 SIZES = {"even": [24] * 3, "uneven": [13, 9, 24, 11], "idle": [1, 2, 13, 1]}
 MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9})
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
 def build(ctx, hybridize=None):
@@ -73,12 +71,12 @@ def one_device():
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", HYBRIDIZE)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("num_devices", [2, 3, 8])
 def test_devices_train_as_one(one_device, arrays, num_devices, sizes, mode):
     ctx = [mx.cpu(i) for i in range(num_devices)]
-    net = train(convert_sync_batchnorm(build(ctx, MODES[mode])), small_batches(SIZES[sizes]))
+    net = train(convert_sync_batchnorm(build(ctx, HYBRIDIZE[mode])), small_batches(SIZES[sizes]))
     assert [block._active for block in net] == [mode != "plain" and not isinstance(block, SyncBatchNorm) for block in net]
     on_each = [everything(net, context) for context in ctx]
     assert all(largest_difference(each, on_each[0]) == 0.0 for each in on_each)
@@ -123,7 +121,7 @@ def test_outputs_and_gradients_are_those_of_the_batch(shape, options, arrays):
 @pytest.mark.parametrize("mode", ["plain", "static"])
 def test_predicting_takes_the_running_statistics(mode, arrays):
     ctx = [mx.cpu(0), mx.cpu(1)]
-    net = train(convert_sync_batchnorm(build(ctx, MODES[mode])), small_batches([12, 12]))
+    net = train(convert_sync_batchnorm(build(ctx, HYBRIDIZE[mode])), small_batches([12, 12]))
     X, _ = small_batches([5])[0]
     x = mgpu.split_and_load(X, ctx[1:])[0]
     synchronised = net(x).asnumpy()
@@ -173,12 +171,12 @@ def test_a_conversion_keeps_everything_else(tmp_path):
     net.export(str(tmp_path / "net"))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", HYBRIDIZE)
 def test_a_layer_that_is_used_twice(mode):
     data = np.random.RandomState(SEED).uniform(-1, 1, (7, 1, 4, 4)).astype("float32")
     found = []
     for ctx in ([mx.cpu(0)], [mx.cpu(0), mx.cpu(1)]):
-        net = ready(Residual(), ctx, MODES[mode])
+        net = ready(Residual(), ctx, HYBRIDIZE[mode])
         if len(ctx) > 1:
             convert_sync_batchnorm(net)
         with autograd.record():
@@ -254,7 +252,7 @@ def test_hybridizing_after_a_conversion_is_told():
 @pytest.mark.parametrize("mode", ["plain", "hybrid"])
 def test_a_shard_that_fails_leaves_nothing(mode, one_device):
     ctx = [mx.cpu(i) for i in range(3)]
-    net = convert_sync_batchnorm(build(ctx, MODES[mode]))
+    net = convert_sync_batchnorm(build(ctx, HYBRIDIZE[mode]))
     batches = small_batches(SIZES["uneven"])
     Xs, _ = mgpu.split_batch(*batches[0], ctx)
     net(Xs[0])  # shapes become known

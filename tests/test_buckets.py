@@ -13,12 +13,10 @@ from gluon_mgpu.trainer.slab import place_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import initialized, ready, small_batches, small_net, unfreeze, weights_of
+from .conftest import HYBRIDIZE, LOSS, initialized, ready, small_batches, small_net, unfreeze, weights_of
 from .worlds import Scale
 
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 CTX = [mx.cpu(0), mx.cpu(1)]
-MODES = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
 MOMENTUM = ("sgd", {"learning_rate": 0.05, "momentum": 0.9, "wd": 1e-3})
 FLAT = {
     "sgd": MOMENTUM,
@@ -107,14 +105,14 @@ def test_training_and_predicting_in_turns_gives_gluons_bits(num_devices, arrays,
             yield from outputs(net, X, devices)
             yield from outputs(net, X, devices)
 
-    compare(story, devices, MODES[mode], FLAT[optimizer], conv_net)
+    compare(story, devices, HYBRIDIZE[mode], FLAT[optimizer], conv_net)
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", HYBRIDIZE)
 @pytest.mark.parametrize("known", [True, False])
 def test_the_networks_arrays_are_views_of_few_buckets(arrays, mode, known):
-    net = small_net(CTX, hybridize=MODES[mode])
+    net = small_net(CTX, hybridize=HYBRIDIZE[mode])
     X, y = small_batches([4])[0]
     if known:
         outputs(net, X)
@@ -152,7 +150,7 @@ def test_buckets_are_filled_in_reverse_and_closed_at_their_size():
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", HYBRIDIZE)
 def test_a_network_may_be_touched_between_steps(tmp_path, arrays, mode):
     batches = small_batches([4] * 8)
     zeros = np.zeros((8, 36), dtype="float32")
@@ -185,7 +183,7 @@ def test_a_network_may_be_touched_between_steps(tmp_path, arrays, mode):
         fresh.load_parameters(path, ctx=CTX)
         yield from weights_of(fresh)
 
-    compare(story, mode=MODES[mode])
+    compare(story, mode=HYBRIDIZE[mode])
 
 
 @pytest.mark.skipif(mx.__version__[0] != "1", reason="the entries are made longer")
@@ -300,7 +298,7 @@ def test_a_trainer_for_each_half_of_a_network():
     assert_same(told["ours"], told["gluon"])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", HYBRIDIZE)
 def test_a_graph_that_was_cached_before_the_trainer_is_made_again(mode):
     """It would go on writing gradients into the arrays that it knew. Here it belongs to a block around the network."""
     batches = small_batches([4] * 4)
@@ -315,8 +313,8 @@ def test_a_graph_that_was_cached_before_the_trainer_is_made_again(mode):
 
     def story(net, make_trainer):
         outer = Outer(net)
-        if MODES[mode] is not None:
-            outer.hybridize(**MODES[mode])
+        if HYBRIDIZE[mode] is not None:
+            outer.hybridize(**HYBRIDIZE[mode])
         for _ in range(2):  # trained by nobody, so that forward and backward graphs are cached
             with autograd.record():
                 values = [outer(mx.nd.array(batches[0][0], ctx=context)) for context in CTX]
@@ -377,7 +375,7 @@ def test_frozen_objects_do_not_hide_a_graph(monkeypatch):
             step(net, trainer, *batch)
         yield from weights_of(net)
 
-    compare(story, mode=MODES["static"])
+    compare(story, mode=HYBRIDIZE["static"])
 
 
 def test_a_network_may_be_made_anew_before_the_first_step():

@@ -15,7 +15,7 @@ from gluon_mgpu.plots import plot_history
 from mxnet import gluon
 from mxnet.gluon import nn
 
-from .conftest import initialized
+from .conftest import LOSS, initialized
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -67,8 +67,7 @@ def train(callbacks, *, epochs=10, ctx=None, test_iter=None, num_batches=1):
     test_iter = test_iter or make_batches(1)
     net = make_net(ctx or [mx.cpu(0), mx.cpu(1)])
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
-    loss = gluon.loss.SoftmaxCrossEntropyLoss()
-    return mgpu.fit(net, loss, trainer, make_batches(num_batches), test_iter, epochs=epochs, callbacks=callbacks)
+    return mgpu.fit(net, LOSS, trainer, make_batches(num_batches), test_iter, epochs=epochs, callbacks=callbacks)
 
 
 # History
@@ -307,8 +306,6 @@ def test_what_an_error_ended_is_not_saved_and_the_history_before_it_is(tmp_path,
 
 
 # What once lost work
-
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
 def make_trainer(net):

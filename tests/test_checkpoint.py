@@ -16,13 +16,11 @@ import pytest
 from gluon_mgpu.checkpoint import snapshot
 from gluon_mgpu.errors import SaveError, StateError, TrainerError
 from gluon_mgpu.trainer.loss_scaler import LossScaler
-from mxnet import gluon
 from mxnet.gluon import nn
 
-from .conftest import initialized, largest_difference, seed_all, sequential, small_batches, small_net, weights_of
+from .conftest import LOSS, initialized, largest_difference, seed_all, sequential, small_batches, small_net, weights_of
 
 OPTIMIZERS = {"momentum": ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}), "adam": ("adam", {"learning_rate": 0.01})}
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
 def contexts(num_devices):

@@ -26,9 +26,8 @@ from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import initialized, sequential
+from .conftest import LOSS, initialized, sequential
 
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 STATIC = {"static_alloc": True, "static_shape": True}
 SIZES = [9, 8, 2, 9, 1, 9, 7]  # fewer examples than devices, uneven shards, and shapes that come back
 

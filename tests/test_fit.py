@@ -8,15 +8,12 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import NonFiniteLossError, TrainerError
-from mxnet import gluon
 from mxnet.gluon import nn
 
-from .conftest import SEED, largest_difference, sequential, weights_of
+from .conftest import LOSS, SEED, largest_difference, sequential, weights_of
 from .worlds import devices
 
 __all__ = ["devices"]  # a fixture
-
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
 def make_net(ctx, classes=3):

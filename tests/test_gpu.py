@@ -18,13 +18,11 @@ from gluon_mgpu.monitor.leaks import live_arrays
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import gluon
 
-from .conftest import gluon_loop, largest_difference, small_batches, small_net, weights_of
+from .conftest import LOSS, OPTIMIZERS, gluon_loop, largest_difference, small_batches, small_net, weights_of
 from .test_no_sync import waits  # noqa: F401
 
 transfer = importlib.import_module("gluon_mgpu.devices.transfer")
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 BATCHES = {"even": [24] * 10, "uneven": [13, 1, 7, 24, 1, 5, 9, 23, 2, 14]}
-OPTIMIZERS = {"momentum": ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}), "adam": ("adam", {"learning_rate": 0.01})}
 SAME_KIND = 1e-5  # the contract's bound, between devices of one kind
 OTHER_KIND = 1e-3  # between a GPU and a CPU, whose libraries add in another order
 

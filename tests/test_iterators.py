@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from gluon_mgpu.data import iterators
 from gluon_mgpu.errors import TrainerError
-from mxnet import gluon
 
-from .conftest import gluon_loop, largest_difference, small_batches, small_net, weights_of
+from .conftest import LOSS, gluon_loop, largest_difference, small_batches, small_net, weights_of
 
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 ((X, Y),) = small_batches([10])
 
 

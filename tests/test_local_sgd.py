@@ -12,12 +12,11 @@ from gluon_mgpu.trainer.sums import DeviceSum
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import initialized, largest_difference, small_batches, small_net, weights_of
+from .conftest import LOSS, initialized, largest_difference, small_batches, small_net, weights_of
 from .test_no_sync import waits  # noqa: F401
 from .worlds import train
 
 CTX = [mx.cpu(i) for i in range(4)]
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 OPTIMIZERS = {
     "sgd": ("sgd", {"learning_rate": 0.1}),
     "momentum": ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-2}),

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from gluon_mgpu.trainer.precision import can_compute_bf16, precision_of
-from mxnet import gluon
 
-from .conftest import largest_difference, small_batches, small_net, weights_of
+from .conftest import LOSS, largest_difference, small_batches, small_net, weights_of
 from .worlds import devices as devices
 
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9})
 
 

@@ -5,10 +5,9 @@ import mxnet as mx
 import pytest
 from gluon_mgpu.loop.batch_loop import BatchLoop, EpochOptions
 from gluon_mgpu.loop.metric_sums import DeviceSums
-from mxnet import gluon
 from mxnet.base import _LIB
 
-from .conftest import small_batches, small_net
+from .conftest import LOSS, small_batches, small_net
 
 WAITING = ("MXNDArraySyncCopyToCPU", "MXNDArrayWaitToRead", "MXNDArrayWaitToWrite", "MXNDArrayWaitAll")
 
@@ -41,12 +40,11 @@ def test_the_counter_counts(waits):
 def test_a_training_step_does_not_wait(devices, arrays, waits, sizes, micro_steps, shards):
     net = small_net(devices, hybridize={}, normalize=True)
     trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01}, clip_norm=1.0, clip_value=0.1, shard_optimizer=shards)
-    loss = gluon.loss.SoftmaxCrossEntropyLoss()
     batches = small_batches(sizes)
-    mgpu.train_batch(net, loss, trainer, *batches[0])  # shapes become known, buffers are made
+    mgpu.train_batch(net, LOSS, trainer, *batches[0])  # shapes become known, buffers are made
     del waits[:]
     for X, y in batches:
-        mgpu.train_batch(net, loss, trainer, X, y, micro_steps=micro_steps)
+        mgpu.train_batch(net, LOSS, trainer, X, y, micro_steps=micro_steps)
     assert waits == []
     assert float(trainer.grad_norm) > 0
     assert waits == ["MXNDArraySyncCopyToCPU"]
@@ -55,9 +53,9 @@ def test_a_training_step_does_not_wait(devices, arrays, waits, sizes, micro_step
 def test_an_evaluation_reads_once_a_device(devices, waits):
     net = small_net(devices)
     batches = small_batches([6] * 2)
-    mgpu.evaluate(net, batches, loss=gluon.loss.SoftmaxCrossEntropyLoss())
+    mgpu.evaluate(net, batches, loss=LOSS)
     del waits[:]
-    mgpu.evaluate(net, batches, loss=gluon.loss.SoftmaxCrossEntropyLoss())
+    mgpu.evaluate(net, batches, loss=LOSS)
     assert waits == ["MXNDArrayWaitAll"] + ["MXNDArraySyncCopyToCPU"] * len(devices)
 
 
@@ -65,12 +63,11 @@ def test_an_epoch_waits_only_to_keep_the_queue_short(devices, waits, monkeypatch
     monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_S", 1e9)
     net = small_net(devices)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01})
-    loss = gluon.loss.SoftmaxCrossEntropyLoss()
     batches = small_batches([6] * 8)
-    mgpu.train_batch(net, loss, trainer, *batches[0])
+    mgpu.train_batch(net, LOSS, trainer, *batches[0])
     del waits[:]
     options = EpochOptions("fit", max_inflight=3)
-    BatchLoop(lambda X, y: mgpu.train_batch(net, loss, trainer, X, y), DeviceSums([mgpu.accuracy]), options).run(batches)
+    BatchLoop(lambda X, y: mgpu.train_batch(net, LOSS, trainer, X, y), DeviceSums([mgpu.accuracy]), options).run(batches)
     assert waits.count("MXNDArraySyncCopyToCPU") == len(devices)  # the report at the end
     assert waits.count("MXNDArrayWaitToRead") == (8 - 3) * len(devices)
     assert waits.count("MXNDArrayWaitAll") == 1  # at the end, so that the last update counts

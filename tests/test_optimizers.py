@@ -11,9 +11,7 @@ from gluon_mgpu.trainer.update import Update
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import initialized, small_batches, small_net
-
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+from .conftest import LOSS, initialized, small_batches, small_net
 
 
 @pytest.mark.parametrize("optimizer", ["rmsprop", "ftrl", "adagrad", "adadelta", "groupadagrad"])

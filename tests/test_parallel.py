@@ -11,9 +11,8 @@ from gluon_mgpu.errors import DeviceError, ShardError, StepError, TrainerError
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import gluon_loop, initialized, largest_difference, sequential, small_batches, small_net, weights_of
+from .conftest import LOSS, gluon_loop, initialized, largest_difference, sequential, small_batches, small_net, weights_of
 
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 HYBRIDIZE = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
 TWO = [mx.cpu(0), mx.cpu(1)]
 

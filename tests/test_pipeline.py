@@ -20,13 +20,12 @@ from gluon_mgpu.runtime.profiler import Recording, tasks_of
 from gluon_mgpu.trainer.precision import can_compute_bf16
 from hypothesis import given
 from hypothesis import strategies as st
-from mxnet import autograd, gluon
+from mxnet import autograd
 from mxnet.gluon import nn
 
-from .conftest import gluon_loop, initialized, largest_difference
+from .conftest import LOSS, gluon_loop, initialized, largest_difference
 from .test_no_sync import waits as waits
 
-CE = gluon.loss.SoftmaxCrossEntropyLoss()
 SIZES = (14, 14, 9)  # the last batch has fewer examples than the others, and no multiple of the micro-batches
 
 
@@ -82,7 +81,7 @@ def trained(net, optimizer="sgd", data=None, epochs=2, **options):
     """The values after training, and the trainer."""
     params = {"learning_rate": 0.05, "momentum": 0.9} if optimizer == "sgd" else {"learning_rate": 0.003, "epsilon": 1e-5}
     trainer = mgpu.Trainer(net, optimizer, params, **options)
-    mgpu.fit(net, CE, trainer, data or batches(), epochs=epochs, metrics=(), callbacks=[], compiled="off")
+    mgpu.fit(net, LOSS, trainer, data or batches(), epochs=epochs, metrics=(), callbacks=[], compiled="off")
     return values(net), trainer
 
 
@@ -190,7 +189,7 @@ def cut_everywhere(make):
 def trained_by_steps(model, data):
     trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.1})
     for X, y in data:
-        mgpu.train_batch(model, CE, trainer, X, y, ignore_stale_grad=True)
+        mgpu.train_batch(model, LOSS, trainer, X, y, ignore_stale_grad=True)
     return values(model)
 
 
@@ -225,7 +224,7 @@ def test_a_tied_weight_of_one_device_is_thawed():
     trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.0})
     for grad_req in ("write", "null", "write"):
         tied.weight.grad_req = grad_req
-        mgpu.train_batch(model, CE, trainer, *batches()[0])
+        mgpu.train_batch(model, LOSS, trainer, *batches()[0])
         if grad_req == "write":
             found.append(tied.weight.grad(mx.cpu(0)).asnumpy())
     assert found[0].any() and (found[0] == found[1]).all()
@@ -239,9 +238,9 @@ def test_a_hybridized_stage_that_returns_its_input_is_refused():
     model = mgpu.Pipeline(blocks, contexts(3))
     trainer = mgpu.Trainer(model, "sgd")
     with pytest.raises(TrainerError):
-        mgpu.train_batch(model, CE, trainer, *batches()[0])
+        mgpu.train_batch(model, LOSS, trainer, *batches()[0])
     blocks[1].hybridize(False)
-    mgpu.train_batch(model, CE, trainer, *batches()[0])
+    mgpu.train_batch(model, LOSS, trainer, *batches()[0])
 
 
 class Two(nn.Block):
@@ -302,7 +301,7 @@ def test_a_hybridized_first_stage_takes_the_input_as_it_comes():
     first.hybridize()
     model = initialized(mgpu.Pipeline([first, nn.Dense(1, in_units=16)], contexts(2), 2))
     X, y = batches()[0]
-    assert len(mgpu.train_batch(model, CE, mgpu.Trainer(model, "sgd"), (X, X), y).losses) > 0
+    assert len(mgpu.train_batch(model, LOSS, mgpu.Trainer(model, "sgd"), (X, X), y).losses) > 0
 
 
 class Asking(nn.HybridBlock):
@@ -396,7 +395,7 @@ def in_parts(net, data, way):
         model, options = mgpu.Pipeline(stages, contexts(2), 4, recompute=way == "recompute"), {}
     trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.01}, **options)
     for X, y in data:
-        mgpu.train_batch(model, CE, trainer, X, y)
+        mgpu.train_batch(model, LOSS, trainer, X, y)
     return [stat.data(mx.cpu(0)).asnumpy() for stat in (net[0].running_mean, net[0].running_var)]
 
 
@@ -470,7 +469,7 @@ class Fixed(nn.HybridBlock):
 
 def test_frozen_layers_behind_others_and_early_outputs():
     def both(outputs, y):
-        return CE(outputs[0], y) + (outputs[0] * outputs[1][:, :5]).sum(axis=1)
+        return LOSS(outputs[0], y) + (outputs[0] * outputs[1][:, :5]).sum(axis=1)
 
     def weights_after(model):
         mgpu.fit(model, both, mgpu.Trainer(model, "sgd", {"learning_rate": 0.05}), batches(), epochs=1, metrics=(), callbacks=[])
@@ -491,7 +490,7 @@ def test_a_batch_that_fails_leaves_the_running_statistics():
     before = [value.copy() for value in values(model)]
     trainer = mgpu.Trainer(model, "sgd")
     with pytest.raises(ValueError, match="this stage fails"):
-        mgpu.train_batch(model, CE, trainer, *batches()[0])
+        mgpu.train_batch(model, LOSS, trainer, *batches()[0])
     assert largest_difference(values(model), before) == 0
 
 
@@ -547,10 +546,10 @@ def test_devices_run_their_tasks_in_the_planned_order(schedule):
     model = mgpu.Pipeline([first, second], contexts(2), 6, schedule)
     trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.01})
     data = batches((48,))[0]
-    mgpu.train_batch(model, CE, trainer, *data)
+    mgpu.train_batch(model, LOSS, trainer, *data)
     recording = Recording()
     try:
-        mgpu.train_batch(model, CE, trainer, *data)
+        mgpu.train_batch(model, LOSS, trainer, *data)
     finally:
         operations = recording.stop()
     planned = simulate([[], [0]], [0, 1], 6, schedule)
@@ -568,10 +567,10 @@ def test_devices_run_their_tasks_in_the_planned_order(schedule):
 def test_a_step_does_not_wait(waits):
     model = mgpu.Pipeline(mgpu.split_stages(dense(), 2, batches()[0][0], balance="bytes"), contexts(2), 4)
     trainer = mgpu.Trainer(model, "adam", {"learning_rate": 0.01}, clip_norm=1.0)
-    mgpu.train_batch(model, CE, trainer, *batches()[0])  # the first one finds out whether it draws
+    mgpu.train_batch(model, LOSS, trainer, *batches()[0])  # the first one finds out whether it draws
     del waits[:]
     for X, y in batches():
-        mgpu.train_batch(model, CE, trainer, X, y)
+        mgpu.train_batch(model, LOSS, trainer, X, y)
     assert waits == []
 
 
@@ -581,7 +580,7 @@ def test_nothing_is_left_of_a_batch():
 
     def num_arrays(num_batches):
         for _ in range(num_batches):
-            mgpu.train_batch(model, CE, trainer, *batches()[0])
+            mgpu.train_batch(model, LOSS, trainer, *batches()[0])
         mx.nd.waitall()
         gc.collect()
         return sum(issubclass(type(one), mx.nd.NDArray) for one in gc.get_objects())
@@ -599,7 +598,7 @@ def test_a_step_makes_few_python_calls(num_stages, most):
     trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.01})
     X, y = map(mx.nd.array, batches()[0])
     for _ in range(2):
-        mgpu.train_batch(model, CE, trainer, X, y)
+        mgpu.train_batch(model, LOSS, trainer, X, y)
     calls = Counter()
 
     def profile(frame, event, arg):
@@ -613,7 +612,7 @@ def test_a_step_makes_few_python_calls(num_stages, most):
     gc.collect()
     set_everywhere(profile)
     try:
-        mgpu.train_batch(model, CE, trainer, X, y)
+        mgpu.train_batch(model, LOSS, trainer, X, y)
     finally:
         set_everywhere(None)
     assert calls["call"] < most
@@ -677,7 +676,7 @@ def test_a_run_resumes_on_other_stages(tmp_path, num_stages):
             net = mgpu.Pipeline(mgpu.split_stages(net, stages, batches()[0][0]), contexts(stages), 4)
         trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.003, "epsilon": 1e-5})
         saving = [mgpu.Checkpoint(tmp_path, "train_loss")]
-        mgpu.fit(net, CE, trainer, batches(), epochs=epochs, callbacks=saving, resume=resume)
+        mgpu.fit(net, LOSS, trainer, batches(), epochs=epochs, callbacks=saving, resume=resume)
         return values(net)
 
     expected, _ = trained(dense(), "adam", epochs=3)
@@ -689,7 +688,7 @@ def test_a_run_resumes_on_other_stages(tmp_path, num_stages):
 def test_evaluate_predict_and_a_loop_by_hand(arrays):
     net, data = dense(), batches()
     model = mgpu.Pipeline(mgpu.split_stages(dense(), 2, data[0][0]), contexts(2, 2), 4)
-    assert mgpu.evaluate(model, data, loss=CE) == pytest.approx(mgpu.evaluate(net, data, loss=CE), rel=1e-5)
+    assert mgpu.evaluate(model, data, loss=LOSS) == pytest.approx(mgpu.evaluate(net, data, loss=LOSS), rel=1e-5)
     outputs = mgpu.predict(model, [X for X, _ in data])
     np.testing.assert_allclose(outputs, mgpu.predict(net, [X for X, _ in data]), rtol=1e-5, atol=1e-6)
     trainers = [mgpu.Trainer(one, "sgd", {"learning_rate": 0.1}) for one in (net, model)]
@@ -697,7 +696,7 @@ def test_evaluate_predict_and_a_loop_by_hand(arrays):
         Xs, ys = mgpu.split_batch(*data[0], trainer.contexts)
         with autograd.record():
             found = [one(X) for X in Xs]
-            losses = [CE(output, y.as_in_context(output.context)) for output, y in zip(found, ys)]
+            losses = [LOSS(output, y.as_in_context(output.context)) for output, y in zip(found, ys)]
         mgpu.backward(losses)
         trainer.step(len(data[0][0]))
     assert largest_difference(values(net), values(model)) < 1e-6
@@ -720,7 +719,7 @@ REFUSED = {
     "nadam": lambda: mgpu.Trainer(mgpu.Pipeline([dense()], [mx.cpu(0)]), "nadam"),
     "local": lambda: mgpu.LocalSGD(mgpu.Pipeline([dense()], [mx.cpu(0)]), "sgd", every=2),
     "compiled": lambda: fitted(compiled="on"),
-    "losses": lambda: fitted(lambda output, label: [CE(output, label)]),
+    "losses": lambda: fitted(lambda output, label: [LOSS(output, label)]),
     "step": lambda: mgpu.Trainer(mgpu.Pipeline([dense()], [mx.cpu(0)]), "sgd").step(1),
     "elsewhere": lambda: mgpu.Pipeline([dense()], [mx.cpu(1)])(mx.nd.zeros((1, 16))),
 }
@@ -732,7 +731,7 @@ def test_what_is_refused(make):
         make()
 
 
-def fitted(loss=CE, **options):
+def fitted(loss=LOSS, **options):
     model = mgpu.Pipeline(mgpu.split_stages(dense(), 2, batches()[0][0]), contexts(2, 2), 4)
     trainer = mgpu.Trainer(model, "sgd")
     mgpu.fit(model, loss, trainer, batches(), epochs=1, callbacks=[], **options)

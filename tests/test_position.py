@@ -14,10 +14,9 @@ from gluon_mgpu.checkpoint.snapshot import read_content
 from gluon_mgpu.errors import StateError, TrainerError
 from mxnet import gluon
 
-from .conftest import largest_difference, small_batches, small_net, weights_of
+from .conftest import LOSS, largest_difference, small_batches, small_net, weights_of
 from .test_checkpoint import forge
 
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 CTX = [mx.cpu(0), mx.cpu(1)]
 
 

@@ -13,14 +13,12 @@ from gluon_mgpu.trainer.precision import can_compute_bf16, precision_of, reduce_
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import initialized, largest_difference, ready, sequential, small_batches, small_net, weights_of
+from .conftest import HYBRIDIZE, LOSS, initialized, largest_difference, ready, sequential, small_batches, small_net, weights_of
 from .test_no_sync import waits  # noqa: F401
 from .worlds import devices as devices
 
 pytestmark = pytest.mark.skipif(not can_compute_bf16(), reason="MXNet cannot compute in bfloat16 on this processor")
 EPS = 2.0**-8  # of bfloat16: half a unit in the last of its 8 digits
-HYBRIDIZE = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
 def bf16(values):

@@ -12,9 +12,7 @@ from mxnet import autograd, gluon
 from mxnet.base import _LIB
 from mxnet.gluon import nn
 
-from .conftest import initialized, sequential
-
-HYBRIDIZE = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
+from .conftest import HYBRIDIZE, initialized, sequential
 
 
 def linear_net(ctx, hybridize=None):

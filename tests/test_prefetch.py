@@ -14,9 +14,9 @@ from gluon_mgpu.errors import DeviceError, ShardError, TrainerError
 from gluon_mgpu.nested import leaves
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mxnet import autograd, gluon
+from mxnet import autograd
 
-from .conftest import small_batches, small_net
+from .conftest import LOSS, small_batches, small_net
 from .test_no_sync import waits  # noqa: F401
 
 module = importlib.import_module("gluon_mgpu.data.prefetch")  # a name that the package may give to the function
@@ -171,14 +171,13 @@ def test_nothing_is_drawn_before_it_is_asked_for():
 def test_a_step_that_draws_from_it_does_not_wait(devices, waits):  # noqa: F811
     net = small_net(devices)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01})
-    loss = gluon.loss.SoftmaxCrossEntropyLoss()
     batches = small_batches([6, 6, 5, 2])  # not more than may be in use
-    mgpu.train_batch(net, loss, trainer, *batches[0])
+    mgpu.train_batch(net, LOSS, trainer, *batches[0])
     mx.nd.waitall()
     del waits[:]
     for Xs, ys in prefetch(batches, devices):
         with autograd.record():
-            losses = [loss(net(X), y) for X, y in zip(Xs, ys)]
+            losses = [LOSS(net(X), y) for X, y in zip(Xs, ys)]
         mgpu.backward(losses)
         trainer.step(sum(len(y) for y in ys))
     assert waits == []

@@ -15,11 +15,9 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import MissingExtraError, TrainerError
 from gluon_mgpu.tuning import ray_tune
-from mxnet import gluon
 
-from .conftest import initialized, largest_difference, small_batches, small_net, weights_of
+from .conftest import LOSS, initialized, largest_difference, small_batches, small_net, weights_of
 
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 SCRIPT = Path(__file__).parent.parent / "scripts" / "search_resnet18.py"
 with_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install '.[ray]'")
 

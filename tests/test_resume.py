@@ -19,11 +19,10 @@ from mxnet import gluon
 from mxnet.base import _LIB
 from mxnet.gluon import nn
 
-from .conftest import largest_difference, seed_all, small_batches, weights_of
+from .conftest import LOSS, largest_difference, seed_all, small_batches, weights_of
 from .test_no_sync import WAITING
 from .test_weight_average import Press
 
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 # fit: in the middle of an epoch, with everything that moves
 
 

@@ -9,17 +9,16 @@ import pytest
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import initialized, largest_difference, sequential
+from .conftest import HYBRIDIZE, initialized, largest_difference, sequential
 
 LOSS = gluon.loss.L2Loss()
 MOMENTUM = 0.9
-MODES = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
 
 
 def normed(num_devices, mode="plain"):
     """A BatchNorm of two channels and a layer after it."""
     layers = nn.BatchNorm(in_channels=2, momentum=MOMENTUM), nn.Dense(1, in_units=2)
-    net = sequential(*layers, ctx=[mx.cpu(i) for i in range(num_devices)], hybridize=MODES[mode])
+    net = sequential(*layers, ctx=[mx.cpu(i) for i in range(num_devices)], hybridize=HYBRIDIZE[mode])
     return net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.0})
 
 
@@ -79,7 +78,7 @@ def test_devices_that_never_get_data_do_not_count(num_devices, loop, arrays):
         assert_stats(net, expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", HYBRIDIZE)
 def test_a_device_counts_by_its_examples(mode, arrays):
     net, trainer = normed(2, mode)
     X, y = batch(3)  # 2 and 1
@@ -104,7 +103,7 @@ def test_fixed_shares_give_the_statistics_of_one_device_that_weighs_its_shards(w
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", HYBRIDIZE)
 def test_compiled_steps_and_accumulated_ones(mode, num_devices, arrays):
     """A static graph writes the statistics without telling the engine: reading them without waiting found older ones."""
     net, trainer = normed(num_devices, mode)

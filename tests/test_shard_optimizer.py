@@ -11,10 +11,9 @@ from mxnet import autograd, gluon
 from mxnet.contrib.amp.loss_scaler import LossScaler as ScalerOfAmp
 from mxnet.gluon import nn
 
-from .conftest import sequential, small_batches, small_net, weights_of
+from .conftest import LOSS, sequential, small_batches, small_net, weights_of
 from .worlds import Scale
 
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 SGD = ("sgd", {"learning_rate": 0.05, "momentum": 0.9, "wd": 1e-3})
 ADAM = ("adam", {"learning_rate": 0.01})
 OPTIMIZERS = {"sgd": SGD, "adam": ADAM, "lamb": ("lamb", {}), "adagrad": ("adagrad", {"learning_rate": 0.05})}

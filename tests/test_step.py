@@ -8,10 +8,9 @@ from gluon_mgpu.errors import ShardError, StepError, TrainerError
 from mxnet import autograd, gluon
 from mxnet.gluon import nn, rnn
 
-from .conftest import initialized, largest_difference, sequential, small_batches, small_net, weights_of
+from .conftest import LOSS, initialized, largest_difference, sequential, small_batches, small_net, weights_of
 
 CTX = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
 @pytest.mark.parametrize("micro_steps, shards", [(1, [3, 2, 2]), (2, [2, 1, 1, 1, 1, 1])])

@@ -10,12 +10,11 @@ from gluon_mgpu.trainer.options import batch_size_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import initialized, largest_difference, sequential, small_batches, small_net, weights_of
+from .conftest import LOSS, initialized, largest_difference, sequential, small_batches, small_net, weights_of
 from .worlds import devices as devices
 from .worlds import train
 
 CTX = [mx.cpu(0), mx.cpu(1)]
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 OPTIMIZERS = [
     ("sgd", {"learning_rate": 0.1}),
     ("sgd", {"learning_rate": 0.1, "momentum": 0.9}),

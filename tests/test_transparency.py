@@ -7,15 +7,13 @@ import mxnet as mx
 import pytest
 from mxnet import gluon
 
-from .conftest import gluon_loop, largest_difference, small_batches, small_net, weights_of
+from .conftest import HYBRIDIZE, OPTIMIZERS, gluon_loop, largest_difference, small_batches, small_net, weights_of
 
 BATCHES = {
     "even": [24] * 5,
     "uneven": [13, 7, 24, 11, 5],
     "fewer": [1, 2, 3, 1, 24, 2],  # than devices, in most steps
 }
-HYBRIDIZE = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
-OPTIMIZERS = {"momentum": ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}), "adam": ("adam", {"learning_rate": 0.01})}
 
 
 @lru_cache(maxsize=None)

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from mxnet import gluon
 from mxnet.gluon import nn, rnn
 
-from .conftest import initialized, sequential
+from .conftest import LOSS, initialized, sequential
 from .test_resume import KilledAfter, KilledError
 
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 OPTIMIZERS = {
     "sgd": ("sgd", {"learning_rate": 0.05, "momentum": 0.9}),
     "adam": ("adam", {"learning_rate": 0.01}),

@@ -7,7 +7,7 @@ import mxnet as mx
 import pytest
 from mxnet import gluon
 
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+from .conftest import LOSS
 
 
 @pytest.fixture(params=[1, 3])

@@ -201,6 +201,12 @@ def largest_difference(left, right):
     return max(float(np.abs(a.astype("float64") - b).max()) for a, b in zip(left, right))
 
 
+def train(net, trainer, batches, **options):
+    """One step for each batch of a classification."""
+    for X, y in batches:
+        gluon_mgpu.train_batch(net, LOSS, trainer, X, y, **options)
+
+
 def gluon_loop(net, optimizer, optimizer_params, batches):
     """The hand-written Gluon loop on one device, with the divisor that was seen: it is right, and owes us nothing."""
     (context,) = next(iter(net.collect_params().values())).list_ctx()

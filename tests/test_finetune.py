@@ -7,7 +7,7 @@ import pytest
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import initialized, ready, small_batches
+from .conftest import initialized, ready, small_batches, train
 from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds
 from .test_weight_average import Press, assert_close, assert_same, weights
 
@@ -117,8 +117,7 @@ def test_wrong_options(freeze, options, expected):
 
 
 def trained(net, trainer, data):
-    for X, y in data:
-        mgpu.train_batch(net, LOSS, trainer, X, y)
+    train(net, trainer, data)
     return weights(net)
 
 

@@ -18,7 +18,7 @@ from gluon_mgpu.monitor.leaks import live_arrays
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import gluon
 
-from .conftest import LOSS, OPTIMIZERS, gluon_loop, largest_difference, small_batches, small_net, weights_of
+from .conftest import LOSS, OPTIMIZERS, gluon_loop, largest_difference, small_batches, small_net, train, weights_of
 from .test_no_sync import waits  # noqa: F401
 
 transfer = importlib.import_module("gluon_mgpu.devices.transfer")
@@ -70,8 +70,7 @@ def machine(request):
 def trained(ctx, batches, name="momentum", *, hybridize=None, **options):
     net = small_net(ctx, hybridize=hybridize)
     trainer = mgpu.Trainer(net, *OPTIMIZERS[name], **options)
-    for X, y in batches:
-        mgpu.train_batch(net, LOSS, trainer, X, y)
+    train(net, trainer, batches)
     return net, trainer
 
 
@@ -144,16 +143,14 @@ def test_a_run_goes_on_elsewhere(machine, tmp_path, optimizer):
     straight, trainer = trained(ctx, batches[:4], optimizer)
     mgpu.save_checkpoint(tmp_path / "checkpoint", straight, trainer)
     saved = weights_of(straight)
-    for X, y in batches[4:]:
-        mgpu.train_batch(straight, LOSS, trainer, X, y)
+    train(straight, trainer, batches[4:])
     for devices, bound in [(ctx, SAME_KIND), (ctx[:1], SAME_KIND), ([mx.cpu(0)], OTHER_KIND)]:
         net = small_net(devices)
         trainer = mgpu.Trainer(net, *OPTIMIZERS[optimizer])
         mgpu.eval_batch(net, *batches[0], devices)  # shapes become known
         mgpu.load_checkpoint(tmp_path / "checkpoint", net, trainer)
         assert largest_difference(weights_of(net), saved) == 0.0
-        for X, y in batches[4:]:
-            mgpu.train_batch(net, LOSS, trainer, X, y)
+        train(net, trainer, batches[4:])
         assert largest_difference(weights_of(net), weights_of(straight)) <= bound
 
 
@@ -219,8 +216,7 @@ def test_a_training_step_does_not_wait(machine, waits, number):  # noqa: F811
     batches = small_batches([12, 7, 12, 1])
     mgpu.train_batch(net, LOSS, trainer, *batches[0])
     del waits[:]
-    for X, y in batches:
-        mgpu.train_batch(net, LOSS, trainer, X, y)
+    train(net, trainer, batches)
     assert waits == []
     assert float(trainer.grad_norm) > 0
     assert len(waits) == 1

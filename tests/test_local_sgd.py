@@ -12,9 +12,8 @@ from gluon_mgpu.trainer.sums import DeviceSum
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import LOSS, initialized, largest_difference, small_batches, small_net, weights_of
+from .conftest import LOSS, initialized, largest_difference, small_batches, small_net, train, weights_of
 from .test_no_sync import waits  # noqa: F401
-from .worlds import train
 
 CTX = [mx.cpu(i) for i in range(4)]
 OPTIMIZERS = {
@@ -200,8 +199,7 @@ def test_devices_are_averaged_before_their_network_is_read_whichever_trainer_is_
     net = known(CTX[:2])
     apart = LocalSGD(net, "sgd", {"learning_rate": 0.1}, every=100)
     mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    for X, y in small_batches([8, 8]):
-        mgpu.train_batch(net, LOSS, apart, X, y)
+    train(net, apart, small_batches([8, 8]))
     assert mgpu.data_parallel.replica_difference(net) > 0
     mgpu.evaluate(net, small_batches([4]))
     assert mgpu.data_parallel.replica_difference(net) == 0.0

@@ -7,7 +7,7 @@ import pytest
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from gluon_mgpu.trainer.precision import can_compute_bf16, precision_of
 
-from .conftest import LOSS, largest_difference, small_batches, small_net, weights_of
+from .conftest import LOSS, largest_difference, small_batches, small_net, train, weights_of
 from .worlds import devices as devices
 
 MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9})
@@ -52,8 +52,7 @@ def test_a_scale_does_not_show(devices, arrays, optimizer):
     for make in (mgpu.Trainer, scaled_trainer):
         net = small_net(devices)
         trainer = make(net, *optimizer, clip_norm=0.5)
-        for X, y in small_batches([13, 7, 2, 24]):
-            mgpu.train_batch(net, LOSS, trainer, X, y)
+        train(net, trainer, small_batches([13, 7, 2, 24]))
         trained.append(weights_of(net))
     assert largest_difference(*trained) <= 1e-6
     assert trainer.loss_scaler.scale == 4096.0

@@ -7,7 +7,7 @@ from gluon_mgpu.loop.batch_loop import BatchLoop, EpochOptions
 from gluon_mgpu.loop.metric_sums import DeviceSums
 from mxnet.base import _LIB
 
-from .conftest import LOSS, small_batches, small_net
+from .conftest import LOSS, small_batches, small_net, train
 
 WAITING = ("MXNDArraySyncCopyToCPU", "MXNDArrayWaitToRead", "MXNDArrayWaitToWrite", "MXNDArrayWaitAll")
 
@@ -43,8 +43,7 @@ def test_a_training_step_does_not_wait(devices, arrays, waits, sizes, micro_step
     batches = small_batches(sizes)
     mgpu.train_batch(net, LOSS, trainer, *batches[0])  # shapes become known, buffers are made
     del waits[:]
-    for X, y in batches:
-        mgpu.train_batch(net, LOSS, trainer, X, y, micro_steps=micro_steps)
+    train(net, trainer, batches, micro_steps=micro_steps)
     assert waits == []
     assert float(trainer.grad_norm) > 0
     assert waits == ["MXNDArraySyncCopyToCPU"]

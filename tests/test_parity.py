@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon
 
-from .conftest import small_batches, small_net, weights_of
+from .conftest import small_batches, small_net, train, weights_of
 from .worlds import devices as devices
 
 
@@ -31,8 +31,7 @@ def test_even_batches_give_the_bits_of_gluon(devices, arrays, optimizer, normali
     batches = small_batches([6 * len(devices)] * 3)
     ours = small_net(devices, normalize=normalize)
     trainer = mgpu.Trainer(ours, optimizer, {"learning_rate": 0.01})
-    for X, y in batches:
-        mgpu.train_batch(ours, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, X, y)
+    train(ours, trainer, batches)
     theirs = small_net(devices, normalize=normalize)
     params = theirs.collect_params()
     by_hand(theirs, devices, gluon.Trainer(params, optimizer, {"learning_rate": 0.01}, update_on_kvstore=False), batches)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from mxnet import autograd
 from mxnet.gluon import nn
 
-from .conftest import LOSS, gluon_loop, initialized, largest_difference
+from .conftest import LOSS, gluon_loop, initialized, largest_difference, train
 from .test_no_sync import waits as waits
 
 SIZES = (14, 14, 9)  # the last batch has fewer examples than the others, and no multiple of the micro-batches
@@ -188,8 +188,7 @@ def cut_everywhere(make):
 
 def trained_by_steps(model, data):
     trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.1})
-    for X, y in data:
-        mgpu.train_batch(model, LOSS, trainer, X, y, ignore_stale_grad=True)
+    train(model, trainer, data, ignore_stale_grad=True)
     return values(model)
 
 
@@ -394,8 +393,7 @@ def in_parts(net, data, way):
         stages = mgpu.split_stages(net, 2, data[0][0], balance="bytes")
         model, options = mgpu.Pipeline(stages, contexts(2), 4, recompute=way == "recompute"), {}
     trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.01}, **options)
-    for X, y in data:
-        mgpu.train_batch(model, LOSS, trainer, X, y)
+    train(model, trainer, data)
     return [stat.data(mx.cpu(0)).asnumpy() for stat in (net[0].running_mean, net[0].running_var)]
 
 
@@ -569,8 +567,7 @@ def test_a_step_does_not_wait(waits):
     trainer = mgpu.Trainer(model, "adam", {"learning_rate": 0.01}, clip_norm=1.0)
     mgpu.train_batch(model, LOSS, trainer, *batches()[0])  # the first one finds out whether it draws
     del waits[:]
-    for X, y in batches():
-        mgpu.train_batch(model, LOSS, trainer, X, y)
+    train(model, trainer, batches())
     assert waits == []
 
 

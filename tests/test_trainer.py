@@ -10,9 +10,8 @@ from gluon_mgpu.trainer.options import batch_size_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import LOSS, initialized, largest_difference, sequential, small_batches, small_net, weights_of
+from .conftest import LOSS, initialized, largest_difference, sequential, small_batches, small_net, train, weights_of
 from .worlds import devices as devices
-from .worlds import train
 
 CTX = [mx.cpu(0), mx.cpu(1)]
 OPTIMIZERS = [

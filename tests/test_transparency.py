@@ -5,9 +5,8 @@ from functools import lru_cache
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
-from mxnet import gluon
 
-from .conftest import HYBRIDIZE, OPTIMIZERS, gluon_loop, largest_difference, small_batches, small_net, weights_of
+from .conftest import HYBRIDIZE, OPTIMIZERS, gluon_loop, largest_difference, small_batches, small_net, train, weights_of
 
 BATCHES = {
     "even": [24] * 5,
@@ -27,8 +26,7 @@ def assert_hidden(num_devices, batches, optimizer, arrays, *, hybridize="plain",
     """Train on so many devices: the weights are those of the loop on one."""
     net = small_net([mx.cpu(i) for i in range(num_devices)], hybridize=HYBRIDIZE[hybridize])
     trainer = mgpu.Trainer(net, *OPTIMIZERS[optimizer])
-    for X, y in small_batches(BATCHES[batches]):
-        mgpu.train_batch(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, X, y, **options)
+    train(net, trainer, small_batches(BATCHES[batches]), **options)
     assert mgpu.data_parallel.replica_difference(net) == 0.0
     assert largest_difference(weights_of(net), reference(batches, optimizer, arrays is mx.np)) <= atol
 

@@ -1,13 +1,10 @@
-"""What several test files train, on what, and how they wait."""
+"""On what several test files train, a layer of theirs, and how they wait."""
 
 import time
 
-import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
 from mxnet import gluon
-
-from .conftest import LOSS
 
 
 @pytest.fixture(params=[1, 3])
@@ -33,9 +30,3 @@ def until(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def train(net, trainer, batches):
-    """One step for each batch of a classification."""
-    for X, y in batches:
-        mgpu.train_batch(net, LOSS, trainer, X, y)

@@ -56,6 +56,27 @@ def tiny_network(num_classes):
 
 
 @pytest.fixture
+def pressed(monkeypatch):
+    """Ctrl-C, in the training data of a program, before this batch of this epoch; each once."""
+    moments = []
+
+    def interrupting(kind):
+        class Interrupting(kind):
+            def __iter__(self):
+                for number, pair in enumerate(super().__iter__(), 1):
+                    if self.shuffle and (self.epoch, number) in moments:
+                        moments.remove((self.epoch, number))
+                        signal.raise_signal(signal.SIGINT)
+                    yield pair
+
+        return Interrupting
+
+    monkeypatch.setattr("gluon_mgpu.cli.train_resnet18.ArrayLoader", interrupting(mgpu.data.ArrayLoader))
+    monkeypatch.setattr("gluon_mgpu.cli.train_seq2seq.PairLoader", interrupting(mgpu.data.PairLoader))
+    return moments
+
+
+@pytest.fixture
 def tiny(monkeypatch):
     monkeypatch.setattr("gluon_mgpu.cli.train_resnet18.resnet18", tiny_network)
 
@@ -281,15 +302,8 @@ def test_predict_takes_the_test_images_of_its_seed(monkeypatch, data_dir, tmp_pa
         assert [int(row["label"]) for row in csv.DictReader(file)] == images.test_labels.tolist()
 
 
-def test_ctrl_c_saves_and_ends_with_130(tiny, data_dir, tmp_path, monkeypatch):
-    class Interrupting(mgpu.data.ArrayLoader):
-        def __iter__(self):
-            for number, pair in enumerate(super().__iter__(), 1):
-                if (self.epoch, number) == (2, 3):
-                    signal.raise_signal(signal.SIGINT)
-                yield pair
-
-    monkeypatch.setattr("gluon_mgpu.cli.train_resnet18.ArrayLoader", Interrupting)
+def test_ctrl_c_saves_and_ends_with_130(tiny, data_dir, tmp_path, pressed):
+    pressed.append((2, 3))
     options = ["--batch-size", "8", "--epochs", "3", "--devices", "cpu*1"]
     result = invoke(*TRAIN, *options, "--data-dir", data_dir, "--output", tmp_path / "out")
     assert result.exit_code == 130

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 from functools import partial
 
 import gluon_mgpu as mgpu
@@ -10,7 +9,7 @@ import mxnet as mx
 import pytest
 from mxnet.gluon import nn
 
-from .test_cli import data_dir, run  # noqa: F401  a fixture
+from .test_cli import data_dir, pressed, run  # noqa: F401  fixtures
 from .test_fit import LOSS, batches_of, make_net, three_clouds
 from .test_train_seq2seq import SMALL, WORDS, tsv, without_sacrebleu  # noqa: F401  fixtures
 
@@ -26,27 +25,6 @@ def network(num_classes):
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr("gluon_mgpu.cli.train_resnet18.resnet18", network)
-
-
-@pytest.fixture
-def pressed(monkeypatch):
-    """Ctrl-C, in the training data of a program, before this batch of this epoch; each once."""
-    moments = []
-
-    def interrupting(kind):
-        class Interrupting(kind):
-            def __iter__(self):
-                for number, pair in enumerate(super().__iter__(), 1):
-                    if self.shuffle and (self.epoch, number) in moments:
-                        moments.remove((self.epoch, number))
-                        signal.raise_signal(signal.SIGINT)
-                    yield pair
-
-        return Interrupting
-
-    monkeypatch.setattr("gluon_mgpu.cli.train_resnet18.ArrayLoader", interrupting(mgpu.data.ArrayLoader))
-    monkeypatch.setattr("gluon_mgpu.cli.train_seq2seq.PairLoader", interrupting(mgpu.data.PairLoader))
-    return moments
 
 
 def rows_in(out):
@@ -66,7 +44,7 @@ CHECKPOINT = {"resnet18": "last", "seq2seq": "last/checkpoint"}
 
 
 @pytest.mark.parametrize("name", ["resnet18", "seq2seq"])
-def test_a_program_that_is_stopped_goes_on(name, request, small, pressed, tmp_path):
+def test_a_program_that_is_stopped_goes_on(name, request, small, pressed, tmp_path):  # noqa: F811
     """Its checkpoints are taken at the same batches, so that it draws the same random numbers."""
     command = partial(run, *programs(request)[name], "--devices", "cpu*2", "--epochs", "3")
     often = ["--checkpoint-every", "1", *(["--keep", "2"] if name == "resnet18" else [])]

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 from types import SimpleNamespace
 
 import gluon_mgpu as mgpu
@@ -15,7 +14,8 @@ from gluon_mgpu.cli.train_seq2seq import Corpus, _choose_search, _korean_numbers
 from gluon_mgpu.cli.translate import translate
 from gluon_mgpu.models.seq2seq.translator import TranslatedText, load_translator
 
-PNG = b"\x89PNG\r\n\x1a\n"
+from .test_cli import PNG, pressed  # noqa: F401  a fixture
+
 ENGLISH = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 KOREAN = ["영", "일", "이", "삼", "사", "오", "육", "칠", "팔", "구"]
 SMALL = ["--hidden-size", "12", "--held-out", "5", "--batch-tokens", "120"]
@@ -131,15 +131,8 @@ def test_no_progress_stops_it(tsv, tmp_path):
     assert any(line.startswith("stopped: valid_loss was best (") and line.endswith("in epoch 1") for line in lines)
 
 
-def test_ctrl_c_saves_and_ends_with_130(tsv, tmp_path, monkeypatch):
-    class Interrupting(mgpu.data.PairLoader):
-        def __iter__(self):
-            for number, pair in enumerate(super().__iter__(), 1):
-                if self.shuffle and (self.epoch, number) == (2, 2):
-                    signal.raise_signal(signal.SIGINT)
-                yield pair
-
-    monkeypatch.setattr("gluon_mgpu.cli.train_seq2seq.PairLoader", Interrupting)
+def test_ctrl_c_saves_and_ends_with_130(tsv, tmp_path, pressed):  # noqa: F811
+    pressed.append((2, 2))
     out = tmp_path / "run"
     result = invoke("train", "--data", tsv, *SMALL, *WORDS, "--devices", "cpu*2", "--epochs", "3", "--output", out)
     assert result.exit_code == 130

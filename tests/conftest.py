@@ -201,6 +201,11 @@ def largest_difference(left, right):
     return max(float(np.abs(a.astype("float64") - b).max()) for a, b in zip(left, right))
 
 
+def as_array(values, ctx=None, dtype=None):
+    """NumPy numbers as an array of the kind that is used now."""
+    return (mx.np.array if mx.util.is_np_array() else mx.nd.array)(values, ctx=ctx, dtype=dtype or values.dtype)
+
+
 def train(net, trainer, batches, **options):
     """One step for each batch of a classification."""
     for X, y in batches:
@@ -211,9 +216,8 @@ def gluon_loop(net, optimizer, optimizer_params, batches):
     """The hand-written Gluon loop on one device, with the divisor that was seen: it is right, and owes us nothing."""
     (context,) = next(iter(net.collect_params().values())).list_ctx()
     trainer = gluon.Trainer(net.collect_params(), optimizer, dict(optimizer_params))
-    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
     for X, y in batches:
-        data, label = array(X, ctx=context, dtype=X.dtype), array(y, ctx=context, dtype=y.dtype)
+        data, label = as_array(X, context), as_array(y, context)
         with autograd.record():
             value = LOSS(net(data), label)
         value.backward()

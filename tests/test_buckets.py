@@ -13,7 +13,7 @@ from gluon_mgpu.trainer.slab import place_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import HYBRIDIZE, LOSS, initialized, ready, small_batches, small_net, unfreeze, weights_of
+from .conftest import HYBRIDIZE, LOSS, as_array, initialized, ready, small_batches, small_net, unfreeze, weights_of
 from .worlds import Scale
 
 CTX = [mx.cpu(0), mx.cpu(1)]
@@ -44,9 +44,7 @@ def trainers(net, name, params, **options):
 
 
 def step(net, trainer, X, y, ctx=CTX, **options):
-    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
-    Xs = gluon.utils.split_and_load(array(X, dtype=X.dtype), ctx)
-    ys = gluon.utils.split_and_load(array(y, dtype=y.dtype), ctx)
+    Xs, ys = (gluon.utils.split_and_load(as_array(values), ctx) for values in (X, y))
     with autograd.record():
         losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
     autograd.backward(losses)
@@ -54,8 +52,7 @@ def step(net, trainer, X, y, ctx=CTX, **options):
 
 
 def outputs(net, X, ctx=CTX):
-    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
-    return [net(array(X, ctx=context, dtype="float32")).asnumpy() for context in ctx]
+    return [net(as_array(X, context)).asnumpy() for context in ctx]
 
 
 def assert_same(mine, theirs, atol=0.0):
@@ -158,8 +155,7 @@ def test_a_network_may_be_touched_between_steps(tmp_path, arrays, mode):
     def story(net, make_trainer):
         trainer = make_trainer()
         step(net, trainer, *batches[0])
-        array = mx.np.array if mx.util.is_np_array() else mx.nd.array
-        net[4].weight.set_data(array(zeros))
+        net[4].weight.set_data(as_array(zeros))
         step(net, trainer, *batches[1])
         net[5].weight.data(CTX[0])[:] = net[5].weight.data(CTX[1]).asnumpy() * 0.5
         net[5].weight.data(CTX[1])[:] = net[5].weight.data(CTX[0]).as_in_context(CTX[1])

@@ -22,7 +22,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn, rnn
 from mxnet.gluon.model_zoo import vision
 
-from .conftest import small_net
+from .conftest import as_array, small_net
 
 WORDS = ["하나 둘 셋", "넷, 다섯!", "여섯 일곱"], ["one two-three", "four, five!", "six seven"]
 
@@ -36,10 +36,6 @@ def run_onnx(file, *inputs):
 
 def images(number, channels=1, size=6):
     return np.random.RandomState(number).uniform(-1, 1, (number, channels, size, size)).astype("float32")
-
-
-def array(value):
-    return (mx.np if mx.util.is_np_array() else mx.nd).array(value, dtype=value.dtype)
 
 
 def trained(net, compiled=False):
@@ -80,7 +76,7 @@ def test_a_trained_network_in_onnx(tmp_path, arrays, bn, hybridize):
     pytest.importorskip("onnx")
     ctx = [mx.cpu(0), mx.cpu(1)]
     net = small_net(ctx, normalize=True, hybridize=hybridize)
-    net(array(images(2)).as_in_context(ctx[1]))
+    net(as_array(images(2), ctx[1]))
     is_compiled = bool(hybridize) and bn == "local"
     trained(mgpu.set_batch_norm(net, bn), is_compiled)
     exported = mgpu.export(net, tmp_path / "new" / "net.onnx", images(4))

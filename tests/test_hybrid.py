@@ -8,7 +8,7 @@ from gluon_mgpu.errors import TrainerError
 from gluon_mgpu.models import Seq2Seq, SequenceLoss
 from mxnet.gluon import nn
 
-from .conftest import initialized, largest_difference, sequential
+from .conftest import as_array, initialized, largest_difference, sequential
 from .test_pipeline import Crossing, batches, contexts, dense, seeded, trained, values
 
 
@@ -92,11 +92,10 @@ def test_a_translator(arrays, options, dtype):
             mgpu.train_batch(net, SequenceLoss(), trainer, X, y)
         return values(net)
 
-    make = mx.np.array if mx.util.is_np_array() else mx.nd.array
     alone = result(translator(**options))
     for num_stages, micro_batches in ((2, 1), (2, 3), (3, 2)):
         net = translator(**options)
-        sample = tuple(make(one, dtype=one.dtype) for one in X)
+        sample = tuple(map(as_array, X))
         model = hybrid(net, num_stages, micro_batches, shared=net.data_parallel_layers(), sample=sample)
         found = result(model)
         assert largest_difference(found, alone) <= 1e-6 * max(np.abs(value).max() for value in alone)

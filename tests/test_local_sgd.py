@@ -12,7 +12,7 @@ from gluon_mgpu.trainer.sums import DeviceSum
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import LOSS, initialized, largest_difference, small_batches, small_net, train, weights_of
+from .conftest import LOSS, as_array, initialized, largest_difference, small_batches, small_net, train, weights_of
 from .test_no_sync import waits  # noqa: F401
 
 CTX = [mx.cpu(i) for i in range(4)]
@@ -35,12 +35,11 @@ def trained_apart(num_devices, optimizer, every, batches):
     """Networks on one device each, with gluon's trainers; weights and states averaged with NumPy. Their weights, by network."""
     nets = [known(CTX[:1]) for _ in range(num_devices)]
     trainers = [gluon.Trainer(net.collect_params(), *OPTIMIZERS[optimizer], kvstore=None) for net in nets]
-    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
     for step, (X, y) in enumerate(batches, 1):
         for net, trainer, x, t in zip(nets, trainers, np.array_split(X, num_devices), np.array_split(y, num_devices)):
             if len(x):
                 with autograd.record():
-                    loss = LOSS(net(array(x, dtype=x.dtype)), array(t, dtype=t.dtype))
+                    loss = LOSS(net(as_array(x)), as_array(t))
                 loss.backward()
             else:
                 for param in net.collect_params().values():

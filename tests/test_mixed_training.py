@@ -7,7 +7,7 @@ import pytest
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from gluon_mgpu.trainer.precision import can_compute_bf16, precision_of
 
-from .conftest import LOSS, largest_difference, small_batches, small_net, train, weights_of
+from .conftest import LOSS, as_array, largest_difference, small_batches, small_net, train, weights_of
 from .worlds import devices as devices
 
 MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9})
@@ -31,7 +31,7 @@ def spoil(net, context):
     param = next(param for param in net.collect_params().values() if param.name.endswith("weight"))
     gradient = param.grad(context).asnumpy()
     gradient.flat[0] = np.inf
-    param.grad(context)[:] = (mx.np.array if mx.util.is_np_array() else mx.nd.array)(gradient)
+    param.grad(context)[:] = as_array(gradient)
 
 
 def by_hand(net, trainer, X, y, bad=None):

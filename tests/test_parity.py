@@ -1,24 +1,20 @@
 """Contract: written by hand with Gluon's pieces or with ours, a right loop gives the same weights, to the bit."""
 
 import gluon_mgpu as mgpu
-import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon
 
-from .conftest import small_batches, small_net, train, weights_of
+from .conftest import LOSS, as_array, small_batches, small_net, train, weights_of
 from .worlds import devices as devices
 
 
 def by_hand(net, ctx, trainer, batches):
     """The loop of the Gluon tutorials, with the divisor that was seen."""
-    loss = gluon.loss.SoftmaxCrossEntropyLoss()
-    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
     for X, y in batches:
-        Xs = gluon.utils.split_and_load(array(X, dtype=X.dtype), ctx)
-        ys = gluon.utils.split_and_load(array(y, dtype=y.dtype), ctx)
+        Xs, ys = (gluon.utils.split_and_load(as_array(values), ctx) for values in (X, y))
         with autograd.record():
-            losses = [loss(net(x), t) for x, t in zip(Xs, ys)]
+            losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
         for value in losses:
             value.backward()
         trainer.step(len(X))

@@ -9,7 +9,7 @@ import pytest
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import initialized, largest_difference
+from .conftest import as_array, initialized, largest_difference
 
 SCHEDULED = {"learning_rate": 0.05, "lr_scheduler": lambda: mx.lr_scheduler.FactorScheduler(step=2, factor=0.5, base_lr=0.05)}
 OPTIMIZERS = {
@@ -40,13 +40,12 @@ def made(kind, net, name):
 def steps(net, trainer, first=0, count=3):
     """Steps of one loop for both trainers."""
     ctx = net[0].weight.list_ctx()
-    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
     for step in range(first, first + count):
         X = np.random.RandomState(step).uniform(-1, 1, (6, 3)).astype("float32")
         with autograd.record():
             losses = []
             for part, context in zip(np.array_split(X, len(ctx)), ctx):
-                losses.append((net(array(part, ctx=context)) ** 2).sum())
+                losses.append((net(as_array(part, context)) ** 2).sum())
         autograd.backward(losses)
         trainer.step(6, ignore_stale_grad=True)
     return [param.list_data()[-1].asnumpy() for param in net.collect_params().values()]

@@ -20,7 +20,7 @@ RECORDED = (100, 30)  # more than Gluon's own split, forward and backward
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """Without the trainers of other tests, which each pass tells what it has written, and their synchronised layers."""
-    monkeypatch.setattr("gluon_mgpu.trainer.gradients._all", [])
+    monkeypatch.setattr("gluon_mgpu.trainer.gradients._all", {})
     monkeypatch.setattr("gluon_mgpu.data_parallel.batchnorm.SyncBatchNorm.was_made", False)
 
 

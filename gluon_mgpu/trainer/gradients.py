@@ -21,7 +21,7 @@ from functools import partial
 from itertools import compress, filterfalse
 from operator import attrgetter, is_not
 from typing import Dict, FrozenSet, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
-from weakref import ReferenceType, WeakSet, ref
+from weakref import WeakSet, WeakValueDictionary
 
 import mxnet as mx
 import numpy as np
@@ -45,8 +45,7 @@ _MOST_NAMES = 5  # in an error
 Table = np.ndarray  # of bool: one element for each parameter with a gradient and each of its replicas
 
 
-@dataclass(frozen=True)
-class _Written:
+class _Written(NamedTuple):
     """What the latest pass wrote, the flags after it, and the number of steps before it."""
 
     written: Table
@@ -106,10 +105,10 @@ class Gradients:
         self._parts: Set[int] = set()  # parameters that a batch of another trainer has written part by part
         self._is_lost = self._is_behind = False  # see above
         self._watch()
-        for one in _alive():  # whose steps may be of the same parameters
+        for one in list(_all.values()):  # whose steps may be of the same parameters
             one._is_full = False
             self._is_behind = self._is_behind or (one._is_behind and one.shares(self))
-        _all.append(ref(self, _all.remove))
+        _all[id(self)] = self
 
     def _watch(self) -> None:
         """Find the parameters that have gradients now."""
@@ -550,7 +549,8 @@ class _Now:
 
 
 _now = _Now()
-_all: List[ReferenceType[Gradients]] = []  # of all trainers
+# Of all trainers, by id, in the order in which they were made.
+_all: WeakValueDictionary[int, Gradients] = WeakValueDictionary()
 _adding: WeakSet[gluon.Parameter] = WeakSet()
 _lock = threading.RLock()  # a pass sets the flags of all trainers
 
@@ -563,11 +563,6 @@ def _add(one: Array, other: Array, out: Array) -> None:
         mx.nd.elemwise_add(one, other).copyto(out)
 
 
-def _alive() -> List[Gradients]:
-    """Return the gradients of all trainers."""
-    return [one for one in [reference() for reference in _all] if one is not None]
-
-
 def idle_devices() -> FrozenSet[Context]:
     """Return the devices that the latest split left without a shard."""
     return _now.idle
@@ -575,7 +570,7 @@ def idle_devices() -> FrozenSet[Context]:
 
 def note_split(idle: FrozenSet[Context], divided: int) -> None:
     """Note a split: see `_Now`. Until a pass of ours comes, the gradients of its idle devices are of another batch."""
-    for one in _alive() if _now.idle else ():
+    for one in list(_all.values()) if _now.idle else ():
         one.note_idle()
     _now.idle, _now.divided = idle, divided
 
@@ -607,7 +602,7 @@ def one_pass(own: Optional[Gradients] = None) -> Iterator[None]:
         if _now.is_inside:
             yield
             return
-        watching = sorted(_alive(), key=partial(is_not, own))  # the own ones drop gradients of parameters that others share
+        watching = sorted(_all.values(), key=partial(is_not, own))  # the own ones drop gradients of parameters that others share
         before = [one.begin_pass(own) for one in watching]
         _now.is_inside, _now.idle = True, frozenset()
         try:
@@ -623,14 +618,14 @@ def empty_pass(own: Optional[Gradients] = None) -> None:
     """Note a pass without data in this process of several, for a step with the `own` gradients if given."""
     with _lock:
         _now.idle = frozenset()
-        watching = _alive()
+        watching = list(_all.values())
         for one in watching:
             one.end_empty_pass(own, has_others=not all(one.shares(other) for other in watching))
 
 
 def note_parts(own: Gradients) -> None:
     """Note that the latest pass was a part of a batch, of which the `own` gradients hold the sum, and others the last part."""
-    for one in _alive():
+    for one in list(_all.values()):
         if one is not own:
             one.drop_parts(own)
 
@@ -643,7 +638,7 @@ def note_written(params: Mapping[int, gluon.Parameter], contexts: Sequence[Conte
     with _lock:
         if not _now.is_inside:
             _now.idle = frozenset()
-        for one in sorted(_alive(), key=partial(is_not, own)):
+        for one in sorted(_all.values(), key=partial(is_not, own)):
             one.mark(params, contexts, own, joins=_now.is_inside)
 
 

@@ -265,15 +265,13 @@ def slabs_of(params: Sequence[gluon.Parameter], indices: Sequence[int], contexts
 
 
 def slab_of(param: gluon.Parameter, index: int, contexts: Sequence[Context]) -> Slab:
-    """Return a slab of one parameter, which is outside of buckets, or for a step that leaves others out."""
-    return Slab((index,), tuple(contexts), param._data, _gradients_of(param))
+    """Return a slab of one parameter, which is outside of buckets, or for a step that leaves others out.
 
-
-def _gradients_of(param: gluon.Parameter) -> List[Array]:
-    """Return a parameter's gradients, or memory for the changes of a running statistic."""
-    if param._differentiable:
-        return param.list_grad()
-    return [mx.nd.zeros_like(array.as_nd_ndarray()) for array in param._data]
+    The gradients of a running statistic are memory for its changes.
+    """
+    is_statistic = not param._differentiable
+    gradients = [mx.nd.zeros_like(array.as_nd_ndarray()) for array in param._data] if is_statistic else param.list_grad()
+    return Slab((index,), tuple(contexts), param._data, gradients)
 
 
 def zero(gradient: Array) -> None:

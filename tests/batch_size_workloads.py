@@ -17,8 +17,7 @@ def small_mlp(batch_size, ctx):
     net.initialize(ctx=ctx)
     array = mx.np if mx.util.is_np_array() else mx.nd
     X, y = array.ones((batch_size, 4)), array.zeros((batch_size,))
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
-    return net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, X, y
+    return net, gluon.loss.SoftmaxCrossEntropyLoss(), mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9}), X, y
 
 
 def bad_alloc(batch_size, ctx):

@@ -114,8 +114,7 @@ def test_the_networks_arrays_are_views_of_few_buckets(arrays, mode, known):
     if known:
         outputs(net, X)
     held = [(param, param.data(CTX[0])) for param in net.collect_params().values()] if known else []
-    trainer = mgpu.Trainer(net, *MOMENTUM)
-    step(net, trainer, X, y)
+    step(net, mgpu.Trainer(net, *MOMENTUM), X, y)
     convolution, *params = net.collect_params().values()
     places = [place_of(param) for param in params]
     assert place_of(convolution) is None and len({place.bucket for place in places}) == 1

@@ -112,8 +112,7 @@ def test_schedules_of_mxnet_are_stretched(name, devices, tmp_path):
         net = make_net(devices)
         options = {"learning_rate": 0.4, "lr_scheduler": kind(**same, **lengths)}
         callbacks = [mgpu.Checkpoint(tmp_path, monitor=None), Rates()]
-        trainer = mgpu.Trainer(net, "sgd", options)
-        mgpu.fit(net, LOSS, trainer, data, epochs=epochs, callbacks=callbacks, resume="auto")
+        mgpu.fit(net, LOSS, mgpu.Trainer(net, "sgd", options), data, epochs=epochs, callbacks=callbacks, resume="auto")
     first, later = kind(**same, **before), kind(**same, **after)
     expected = [first(step) for step in range(1, 7)]
     asked = [later(step) for step in range(1, 13)]

@@ -559,8 +559,7 @@ def test_what_mxnet_reads_when_it_binds_a_graph_is_put_back(monkeypatch):
 @pytest.mark.parametrize("mode", ["auto", "on"])
 def test_data_that_the_network_rejects_change_nothing(mode):
     net = build(2)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    step = mgpu.compile_step(net, LOSS, trainer, compiled=mode)
+    step = mgpu.compile_step(net, LOSS, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), compiled=mode)
     X, y = batches()[0]
     step(X, y)
     before = net[5].weight.data(mx.cpu(0)).asnumpy()
@@ -576,8 +575,7 @@ def test_several_shards_on_one_device_are_recorded():
         return [X[:4], X[4:]], [y[:4], y[4:]]
 
     net = initialized(dense(**STATIC), mx.cpu())
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    step = mgpu.compile_step(net, LOSS, trainer, split_f=halves, compiled="auto")
+    step = mgpu.compile_step(net, LOSS, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), split_f=halves, compiled="auto")
     X, y = batches([8])[0]
     batch = step(X, y)
     assert "several shards are on one device" in step.passes.reason
@@ -648,8 +646,7 @@ def test_a_forked_process_binds_in_threads_of_its_own():
 
 def test_what_a_step_returns_outlives_later_steps():
     net = build(2, dropout=0)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    step = mgpu.compile_step(net, LOSS, trainer)
+    step = mgpu.compile_step(net, LOSS, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}))
     X, y = batches()[0]
     first = step(X, y)
     read_at_once = [array.asnumpy() for array in (*first.outputs, *first.losses)]
@@ -661,8 +658,7 @@ def test_what_a_step_returns_outlives_later_steps():
 def test_running_statistics_can_be_read_at_once():
     """MXNet's compiled graphs write them without telling its engine: 120 of 150 reads without a wait were stale."""
     net = build(2)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    step = mgpu.compile_step(net, LOSS, trainer)
+    step = mgpu.compile_step(net, LOSS, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}))
     for X, y in batches([3000] * 4):
         step(X, y)
         read = net[1].running_mean.data(mx.cpu(1)).asnumpy()

@@ -38,8 +38,7 @@ def test_gluons_estimator_with_uneven_batches(devices):
     before = signal.getsignal(signal.SIGINT)
     est.fit(data, val_data=data, epochs=2)
     assert signal.getsignal(signal.SIGINT) is before
-    trainer = make_trainer(by_hand)
-    history = mgpu.fit(by_hand, LOSS, trainer, data, data, epochs=2, callbacks=[])
+    history = mgpu.fit(by_hand, LOSS, make_trainer(by_hand), data, data, epochs=2, callbacks=[])
     assert_close(weights(net), weights(by_hand), tolerance=1e-5)
     accuracies = {metric.get()[0]: metric.get()[1] for metric in est.val_metrics}
     assert accuracies["validation accuracy"] == pytest.approx(history.rows[-1]["test_accuracy"])

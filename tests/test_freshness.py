@@ -26,6 +26,11 @@ def dense(ctx, seed=0, units=1, in_units=3):
     return initialized(nn.Dense(units, in_units=in_units), ctx, mx.init.Normal(0.5))
 
 
+def world():
+    net = dense(CPU)
+    return net, mgpu.Trainer(net, *MOMENTUM)
+
+
 def data(seed, size, width=3):
     return np.random.RandomState(seed).uniform(-1, 1, (size, width)).astype("float32")
 
@@ -107,8 +112,7 @@ def test_a_generators_pass_does_not_count_for_the_discriminator(backward):
 @pytest.mark.parametrize("form_of_loop", [name for name in FORMS if name != "mgpu.backward"])
 def test_a_batch_left_out_of_a_loop_over_losses_has_to_be_discarded(form_of_loop):
     """A batch with fewer examples than devices comes next. Its split shows that a device has a gradient of another batch."""
-    net = dense(CPU)
-    trainer = mgpu.Trainer(net, *MOMENTUM)
+    net, trainer = world()
     before = weights_of(net)
     FORMS[form_of_loop](losses_of(net, data(1, 6), CPU))
     FORMS[form_of_loop](losses_of(net, data(2, 1), CPU))
@@ -199,8 +203,7 @@ def test_two_losses_may_leave_gradients_of_different_passes():
 
 
 def test_one_call_of_backward_per_device_is_refused():
-    net = dense(CPU)
-    trainer = mgpu.Trainer(net, *MOMENTUM)
+    net, trainer = world()
     for loss in losses_of(net, data(1, 6), CPU):
         mgpu.backward([loss])
     assert_refused(lambda: trainer.step(6), "several backward passes")
@@ -210,8 +213,7 @@ def test_one_call_of_backward_per_device_is_refused():
 
 
 def test_running_sums_of_one_call_of_backward_per_device():
-    net = dense(CPU)
-    trainer = mgpu.Trainer(net, *MOMENTUM)
+    net, trainer = world()
     net.collect_params().setattr("grad_req", "add")
     for loss in losses_of(net, data(1, 6), CPU):
         mgpu.backward([loss])
@@ -240,8 +242,7 @@ def test_graphs_are_there_for_threads_when_parameters_have_moved():
 def test_each_device_may_have_a_thread_of_its_own():
     """GluonNLP's and GluonCV's `Parallel`: a thread for each device records and goes backward, at the same time as the others."""
     passes = [(data(seed, size), True) for seed, size in enumerate([6, 1, 5, 2, 3] * 12)]
-    net = dense(CPU)
-    trainer = mgpu.Trainer(net, *MOMENTUM)
+    net, trainer = world()
 
     def go_back(x):
         with autograd.record():
@@ -257,8 +258,7 @@ def test_each_device_may_have_a_thread_of_its_own():
 
 
 def test_gradients_that_are_returned_are_no_pass():
-    net = dense(CPU)
-    trainer = mgpu.Trainer(net, *MOMENTUM)
+    net, trainer = world()
     x = mx.nd.array(data(1, 1))
     x.attach_grad()
     with autograd.record():
@@ -269,8 +269,7 @@ def test_gradients_that_are_returned_are_no_pass():
 
 def test_batches_that_are_split_ahead():
     """The last batch, which does not reach all devices, is split while those before it are trained on."""
-    net = dense(CPU)
-    trainer = mgpu.Trainer(net, *MOMENTUM)
+    net, trainer = world()
     batches = [data(seed, size) for seed, size in ((1, 6), (2, 6), (3, 1))]
     for Xs, _ in mgpu.prefetch([(X, X) for X in batches], CPU):
         with autograd.record():
@@ -294,8 +293,7 @@ def test_flags_look_as_mxnet_has_set_them():
 def test_gradients_older_than_a_pass_without_data_do_not_count(monkeypatch):
     """A process of several that gets no part of a batch makes no pass: its gradients are of the batch before."""
     monkeypatch.setattr(gradients, "_all", {})  # no trainers of other tests
-    net = dense(CPU)
-    trainer = mgpu.Trainer(net, *MOMENTUM)
+    net, trainer = world()
     mgpu.backward(losses_of(net, data(1, 6), CPU))
     empty_pass()
     assert_refused(lambda: trainer.step(6), "no gradient", StaleGradientError)

@@ -26,8 +26,7 @@ def by_hand(net, ctx, trainer, batches):
 def test_even_batches_give_the_bits_of_gluon(devices, arrays, optimizer, normalize):
     batches = small_batches([6 * len(devices)] * 3)
     ours = small_net(devices, normalize=normalize)
-    trainer = mgpu.Trainer(ours, optimizer, {"learning_rate": 0.01})
-    train(ours, trainer, batches)
+    train(ours, mgpu.Trainer(ours, optimizer, {"learning_rate": 0.01}), batches)
     theirs = small_net(devices, normalize=normalize)
     params = theirs.collect_params()
     by_hand(theirs, devices, gluon.Trainer(params, optimizer, {"learning_rate": 0.01}, update_on_kvstore=False), batches)

@@ -187,8 +187,7 @@ def cut_everywhere(make):
 
 
 def trained_by_steps(model, data):
-    trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.1})
-    train(model, trainer, data, ignore_stale_grad=True)
+    train(model, mgpu.Trainer(model, "sgd", {"learning_rate": 0.1}), data, ignore_stale_grad=True)
     return values(model)
 
 
@@ -392,8 +391,7 @@ def in_parts(net, data, way):
     else:
         stages = mgpu.split_stages(net, 2, data[0][0], balance="bytes")
         model, options = mgpu.Pipeline(stages, contexts(2), 4, recompute=way == "recompute"), {}
-    trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.01}, **options)
-    train(model, trainer, data)
+    train(model, mgpu.Trainer(model, "sgd", {"learning_rate": 0.01}, **options), data)
     return [stat.data(mx.cpu(0)).asnumpy() for stat in (net[0].running_mean, net[0].running_var)]
 
 
@@ -730,8 +728,7 @@ def test_what_is_refused(make):
 
 def fitted(loss=LOSS, **options):
     model = mgpu.Pipeline(mgpu.split_stages(dense(), 2, batches()[0][0]), contexts(2, 2), 4)
-    trainer = mgpu.Trainer(model, "sgd")
-    mgpu.fit(model, loss, trainer, batches(), epochs=1, callbacks=[], **options)
+    mgpu.fit(model, loss, mgpu.Trainer(model, "sgd"), batches(), epochs=1, callbacks=[], **options)
 
 
 def test_shapes_that_the_first_batch_decides():

@@ -165,8 +165,7 @@ def test_other_values_without_a_gradient_stay():
     net, _ = normed(2)
     mask = net.params.get("mask", shape=(2,), init=mx.init.Constant(-np.inf), differentiable=False)
     mask.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.0})
-    by_train_batch(net, trainer, *batch(3))
+    by_train_batch(net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.0}), *batch(3))
     assert all((array.asnumpy() == -np.inf).all() for array in mask.list_data())
 
 
@@ -209,8 +208,7 @@ def test_statistics_that_training_leaves_alone_stay(devices):
     """`use_global_stats`, and a network that only predicts."""
     net = sequential(nn.BatchNorm(in_channels=2, use_global_stats=True), nn.Dense(1, in_units=2), ctx=devices)
     net[0].running_mean.set_data(mx.nd.array([0.1, 0.7]))
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    by_train_batch(net, trainer, *batch(5))
+    by_train_batch(net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), *batch(5))
     gamma = net[0].gamma.data(devices[0]).asnumpy()
     assert_stats(net, [np.array([0.1, 0.7]), np.ones(2)], atol=1e-7)
     np.testing.assert_array_equal(net[0].gamma.data(devices[-1]).asnumpy(), gamma)

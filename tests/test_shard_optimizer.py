@@ -314,8 +314,7 @@ def test_optimizers_that_join_parameters_and_other_modes_update_on_every_device(
         lambda net: mgpu.Trainer(net, "sgd", check_replicas_every=2),
         lambda net: mgpu.LocalSGD(net, "sgd", every=2),
     ):
-        trainer = make(small_net(cpus(2)))
-        assert not trainer._layout.is_sharded
+        assert not make(small_net(cpus(2)))._layout.is_sharded
     assert mgpu.Trainer(small_net(cpus(2)), "sgd")._layout.is_sharded
 
 

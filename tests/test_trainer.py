@@ -43,8 +43,7 @@ def test_it_takes_a_block_or_parameters(form):
     net = small_net(CTX)
     params = net.collect_params()
     given = {"block": net, "ParameterDict": params, "dict": dict(params.items()), "list": list(params.values())}[form]
-    trainer = mgpu.Trainer(given, "sgd", {"learning_rate": 0.1})
-    train(net, trainer, small_batches([5] * 2))
+    train(net, mgpu.Trainer(given, "sgd", {"learning_rate": 0.1}), small_batches([5] * 2))
     assert mgpu.data_parallel.replica_difference(net) == 0.0
     reference = small_net(CTX)
     train(reference, mgpu.Trainer(reference, "sgd", {"learning_rate": 0.1}), small_batches([5] * 2))
@@ -92,10 +91,16 @@ def test_loading_takes_the_learning_rate_along_and_continues_a_schedule(tmp_path
     assert another.learning_rate == 0.5
 
 
-def saved_states(tmp_path, optimizer="adam"):
+def world(optimizer="sgd", rate=0.1):
+    """A network and its trainer after a step."""
     net = small_net(CTX)
-    trainer = mgpu.Trainer(net, optimizer, {"learning_rate": 0.01})
+    trainer = mgpu.Trainer(net, optimizer, {"learning_rate": rate})
     train(net, trainer, small_batches([4]))
+    return net, trainer
+
+
+def saved_states(tmp_path, optimizer="adam"):
+    net, trainer = world(optimizer, 0.01)
     path = str(tmp_path / "states")
     trainer.save_states(path)
     return net, trainer, path
@@ -206,9 +211,7 @@ def test_a_file_of_states_is_always_whole(tmp_path, monkeypatch):
 
 
 def test_an_update_without_a_sum_is_refused():
-    net = small_net(CTX)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    train(net, trainer, small_batches([4]))
+    net, trainer = world()
     before = weights_of(net)
     with pytest.raises(TrainerError, match="not summed over 2 devices"):
         trainer.update(4)
@@ -221,9 +224,7 @@ def test_an_update_without_a_sum_is_refused():
 
 
 def test_an_update_of_parameters_that_were_frozen_after_the_sum_is_refused():
-    net = small_net(CTX)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    train(net, trainer, small_batches([4]))
+    net, trainer = world()
     with autograd.record():
         losses = [LOSS(net(x), t) for x, t in zip(*mgpu.split_batch(*small_batches([4])[0], CTX))]
     mgpu.backward(losses)
@@ -237,9 +238,7 @@ def test_an_update_of_parameters_that_were_frozen_after_the_sum_is_refused():
 
 
 def test_a_network_that_changes_under_its_trainer():
-    net = small_net(CTX)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    train(net, trainer, small_batches([4]))
+    net, trainer = world()
     net[0].weight.set_data(mx.nd.zeros(net[0].weight.shape))
     before = [param.data(CTX[1]).asnumpy() for param in net.collect_params().values()]
     train(net, trainer, small_batches([4]))

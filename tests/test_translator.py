@@ -83,8 +83,7 @@ def test_what_is_no_list_of_texts_is_refused(texts):
 @mostly_two
 def test_what_is_saved_is_loaded_on_any_devices(devices, arrays, tmp_path):
     translator = made([mx.cpu(0), mx.cpu(1)], cell="lstm", num_layers=2, attention="additive")
-    trainer = trained(translator)
-    translator.save(tmp_path / "new" / "model", trainer, {"epoch": 3})
+    translator.save(tmp_path / "new" / "model", trained(translator), {"epoch": 3})
     loaded = load_translator(tmp_path / "new" / "model", devices)
     assert loaded.net.collect_params().list_ctx() == devices
     for (name, ours), (again, read) in zip(weights(translator).items(), weights(loaded).items()):

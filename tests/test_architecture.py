@@ -87,19 +87,8 @@ def test_every_module_says_what_it_is_for():
 
 def test_optional_packages_are_imported_where_used():
     """`import gluon_mgpu` must work with the extra `cpu` alone."""
-    optional = {"matplotlib", "sklearn", "scipy", "d2l", "threadpoolctl", "torch", "gluoncv", "pytest", "IPython"}
-    optional |= {
-        "sentencepiece",
-        "sacrebleu",
-        "greenlet",
-        "psutil",
-        "pynvml",
-        "horovod",
-        "ray",
-        "tensorboardX",
-        "onnx",
-        "onnxruntime",
-    }
+    optional = {"matplotlib", "sklearn", "scipy", "d2l", "threadpoolctl", "torch", "gluoncv", "pytest", "IPython", "ray"}
+    optional |= {"sentencepiece", "sacrebleu", "greenlet", "psutil", "pynvml", "horovod", "tensorboardX", "onnx", "onnxruntime"}
     for path in PACKAGE.rglob("*.py"):
         for node in imports_of(path):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

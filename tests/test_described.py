@@ -77,13 +77,7 @@ def test_options_in_a_file_are_not_taken():
     assert again.momentum == 0.5
 
 
-VALUES = {
-    "NumPy": np.zeros(2),
-    "MXNet": mx.nd.zeros((2,)),
-    "object": object(),
-    "dict": {1: mx.nd.zeros((2,))},
-    "list": [object()],
-}
+VALUES = {"NumPy": np.zeros(2), "MXNet": mx.nd.zeros(2), "object": object(), "dict": {1: mx.nd.zeros(2)}, "list": [object()]}
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)

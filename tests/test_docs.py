@@ -17,17 +17,8 @@ REFERENCE = sorted(f"reference/{path.name}" for path in (ROOT / "docs" / "refere
 
 BLOCK = re.DOTALL | re.MULTILINE
 
-WITHOUT_PROGRAMS = {
-    "architecture.md",
-    "cli.md",
-    "compatibility.md",
-    "environment.md",
-    "first_gpu_run.md",
-    "glossary.md",
-    "installation.md",
-    "limitations.md",
-    "messages.md",
-}
+WITHOUT_PROGRAMS = {"architecture.md", "cli.md", "compatibility.md", "environment.md", "first_gpu_run.md"}
+WITHOUT_PROGRAMS |= {"glossary.md", "installation.md", "limitations.md", "messages.md"}
 
 
 def text(page):

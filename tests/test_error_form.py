@@ -12,14 +12,8 @@ COMMAND = re.compile(r"got .+; expected .+\.", re.DOTALL)  # click writes the co
 PACKAGE = Path(mgpu.__file__).parent
 # A cause that another error names, the news of a device, and words that depend on what was found.
 REASONS = {"NotCompilableError", "NoMemoryError", "StepError", "LostError", "HandshakeError"}
-OTHERS = {
-    "Seq2Seq: got …; ….",
-    "Seq2Seq: got arrays of shapes …, …, …; ….",
-    "load_states: got …. Install a newer gluon_mgpu.",
-    "launch: got …",
-    "launch: …. Node 0 rejected this node.",
-    "… …",
-}
+OTHERS = {"Seq2Seq: got …; ….", "Seq2Seq: got arrays of shapes …, …, …; ….", "load_states: got …. Install a newer gluon_mgpu."}
+OTHERS |= {"launch: got …", "launch: …. Node 0 rejected this node.", "… …"}
 
 
 def text_of(node):

@@ -145,17 +145,9 @@ def test_callbacks_are_called_in_order(monkeypatch):
     first._note = lambda what, state: order.append((1, what)) or Recorder._note(first, what, state)
     second._note = lambda what, state: order.append((2, what)) or Recorder._note(second, what, state)
     train([mx.cpu()], epochs=2, callbacks=[first, second])
-    assert first.calls == [
-        ("fit begins", 0, 0),
-        ("epoch begins", 1, 0),
-        ("report of 4", 1, 0),
-        ("epoch ends", 1, 1),
-        ("epoch begins", 2, 1),
-        ("report of 4", 2, 1),
-        ("epoch ends", 2, 2),
-        ("fit ends", 2, 2),
-    ]
-    assert second.calls == first.calls
+    calls = [("fit begins", 0, 0), ("epoch begins", 1, 0), ("report of 4", 1, 0), ("epoch ends", 1, 1)]
+    calls += [("epoch begins", 2, 1), ("report of 4", 2, 1), ("epoch ends", 2, 2), ("fit ends", 2, 2)]
+    assert first.calls == second.calls == calls
     assert [number for number, _ in order] == [1, 2] * 8
     assert (first.state.epochs, first.state.num_batches, first.state.error) == (2, 4, None)
 

@@ -128,12 +128,8 @@ def test_mpirun(here):
 
 def assert_two_machines(output):
     told = [json.loads(line.partition(" ")[2]) for line in sorted(output.splitlines())]
-    assert [(one["GLUON_MGPU_RANK"], one["GLUON_MGPU_NODE_RANK"]) for one in told] == [
-        ("0", "0"),
-        ("1", "0"),
-        ("2", "1"),
-        ("3", "1"),
-    ]
+    places = [(one["GLUON_MGPU_RANK"], one["GLUON_MGPU_NODE_RANK"]) for one in told]
+    assert places == [("0", "0"), ("1", "0"), ("2", "1"), ("3", "1")]
     assert {one["GLUON_MGPU_NUM_PROCESSES"] for one in told} == {"4"}
 
 

@@ -23,12 +23,8 @@ def test_places(monkeypatch):
     assert watch.name == "machines"  # the rendezvous is on node 0
     workers = [one, other, *others]
     found = [{name: task.environ[f"HOROVOD_{name}"] for name in (*PLACE, "HOSTNAME")} for task in workers]
-    assert [[int(one[name]) for name in PLACE] for one in found] == [
-        [0, 4, 0, 2, 0, 2],
-        [1, 4, 1, 2, 0, 2],
-        [2, 4, 0, 2, 1, 2],
-        [3, 4, 1, 2, 1, 2],
-    ]
+    places = [[0, 4, 0, 2, 0, 2], [1, 4, 1, 2, 0, 2], [2, 4, 0, 2, 1, 2], [3, 4, 1, 2, 1, 2]]
+    assert [[int(one[name]) for name in PLACE] for one in found] == places
     assert [one["HOSTNAME"] for one in found] == ["node0", "node0", "node1", "node1"]
     for task in workers:
         assert task.environ["HOROVOD_GLOO_IFACE"] == "lo"

@@ -29,21 +29,11 @@ def test_this_process(monkeypatch):
     assert this_process().variables() == NODE
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("RANK", "6"),
-        ("RANK", "-1"),
-        ("RANK", "\u0663"),
-        ("RANK", ""),
-        ("RANK", "1" * 5000),
-        ("NUM_PROCESSES", "two"),
-        ("LOCAL_RANK", "2"),
-        ("NODE_RANK", "3"),
-        ("RESTART", "1.0"),
-        ("RESTART", None),
-    ],
-)
+WRONG = [("RANK", value) for value in ("6", "-1", "\u0663", "", "1" * 5000)]
+WRONG += [("NUM_PROCESSES", "two"), ("LOCAL_RANK", "2"), ("NODE_RANK", "3"), ("RESTART", "1.0"), ("RESTART", None)]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
 def test_variables_that_cannot_be(name, value):
     environ = {**NODE, f"GLUON_MGPU_{name}": value}
     if value is None:
@@ -61,15 +51,8 @@ def test_node_lists(text, first):
     assert placement({**STEP, "SLURM_STEP_NODELIST": text})[2][0] == first
 
 
-STEP = {
-    "SLURM_JOB_ID": "123456",
-    "SLURM_STEP_ID": "0",
-    "SLURM_NNODES": "3",
-    "SLURM_PROCID": "2",
-    "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_STEP_NUM_NODES": "3",
-    "SLURM_STEP_NODELIST": "gpu[4-6]",
-}
+STEP = {"SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "0", "SLURM_NNODES": "3", "SLURM_PROCID": "2"}
+STEP.update({"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NODELIST": "gpu[4-6]"})
 TWO = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "x,y", "SLURM_PROCID": "1"}
 MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
 

@@ -253,26 +253,14 @@ WRONG = {
     "no data": (TrainerError, "expected an iterable", lambda net: predict_batches(net, None)),
     "an array of NumPy's": (TrainerError, r"Pass \[X\]", lambda net: predict(net, X)),
     "a word": (TrainerError, r"Pass \[X\]", lambda net: predict(net, "word")),
-    "a batch that is a word": (
-        TrainerError,
-        r"^predict: got no array at batch 2 \(data: got str",
-        lambda net: predict(net, [X, "word"]),
-    ),
+    "a word later": (TrainerError, r"^predict: got no array at batch 2 \(data: got str", lambda net: predict(net, [X, "word"])),
     "no queue": (TrainerError, "max_inflight=0", lambda net: predict_batches(net, [X], max_inflight=0)),
-    "^predict: got dense.* not initialised": (
-        TrainerError,
-        "^predict: got dense.* not initialised",
-        lambda net: predict_batches(nn.Dense(3), [X]),
-    ),
+    "no weights": (TrainerError, "^predict: got dense.* not initialised", lambda net: predict_batches(nn.Dense(3), [X])),
     "no pairs": (TrainerError, "expected pairs", lambda net: predict(net, [X], pairs=True)),
     "pairs that are not called so": (TrainerError, "Pass pairs=True", lambda net: predict(net, [(X, X[:, 0])])),
     "no such axis": (ShardError, "batch_axis", lambda net: predict(net, [X], batch_axis=3)),
     "no such output axis": (ShardError, "output_axis", lambda net: predict(net, [X], output_axis=2)),
-    "outputs that do not fit": (
-        ShardError,
-        "do not fit together",
-        lambda net: predict(Calls(lambda x: x, CTX), [X, np.ones((2, 5))]),
-    ),
+    "other outputs": (ShardError, "do not fit together", lambda net: predict(Calls(lambda x: x, CTX), [X, np.ones((2, 5))])),
 }
 
 

@@ -33,20 +33,10 @@ def in_ms(spans):
 
 def test_idle_time_is_named_by_what_the_host_does():
     found = timeline([(0, "data"), (4, "split"), (5, "forward"), (6, "devices")], [("cpu(0)", "dot", 5.5, 10)], ("cpu(0)",))
-    assert in_ms(found.idle["cpu(0)"]) == [
-        ("idle: host in data", 0, 4),
-        ("idle: host in split", 4, 5),
-        ("idle: host in dispatch", 5, 5.5),
-    ]
-    assert found.shares()["cpu(0)"] == pytest.approx(
-        {
-            "operations": 0.45,
-            "sums and updates": 0,
-            "idle: host in data": 0.4,
-            "idle: host in split": 0.1,
-            "idle: host in dispatch": 0.05,
-        }
-    )
+    idle = [("idle: host in data", 0, 4), ("idle: host in split", 4, 5), ("idle: host in dispatch", 5, 5.5)]
+    assert in_ms(found.idle["cpu(0)"]) == idle
+    shares = {"idle: host in data": 0.4, "idle: host in split": 0.1, "idle: host in dispatch": 0.05}
+    assert found.shares()["cpu(0)"] == pytest.approx({"operations": 0.45, "sums and updates": 0, **shares})
     assert found.shares()["host"] == pytest.approx({"data": 0.4, "split": 0.1, "dispatch: forward": 0.1, "wait": 0.4})
 
 

@@ -278,11 +278,8 @@ def test_swa_of_a_network_with_batchnorm_warns(caplog):
 
 
 def test_wrong_options():
-    for options, expected in [
-        ({"method": "mean"}, "'ema' or 'swa'|ema"),
-        ({"decay": 1.0}, "decay"),
-        ({"start_epoch": 0}, "start_epoch"),
-    ]:
+    wrong = [({"method": "mean"}, "'ema' or 'swa'|ema"), ({"decay": 1.0}, "decay"), ({"start_epoch": 0}, "start_epoch")]
+    for options, expected in wrong:
         with pytest.raises(mgpu.errors.TrainerError, match=expected):
             mgpu.WeightAverage(**options)
     net = make_net([mx.cpu(0), mx.cpu(1)])

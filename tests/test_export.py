@@ -396,13 +396,8 @@ def test_the_program_translates_alone(tmp_path):
     made = translator("characters")
     mgpu.export(made, tmp_path / "model")
     text = "import sys, runpy; sys.modules['mxnet'] = sys.modules['gluon_mgpu'] = None; sys.argv = sys.argv[1:]; runpy.run_path("
-    command = [
-        sys.executable,
-        "-c",
-        f"{text}sys.argv[0], run_name='__main__')",
-        str(tmp_path / "model" / "translate.py"),
-        *WORDS[0],
-    ]
+    start = f"{text}sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", start, str(tmp_path / "model" / "translate.py"), *WORDS[0]]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, check=True, timeout=120, env={**os.environ, "PYTHONIOENCODING": "utf-8"}
     )

@@ -139,17 +139,11 @@ def test_workers_are_told_who_they_are(run, monkeypatch):
     monkeypatch.setenv("GLUON_MGPU_RANK", "17")  # of a launcher around this one
     monkeypatch.setenv("DMLC_ROLE", "server")
     assert run(TELL, "--lr", "0.1", num_processes=3) == 0
+    same = {"NUM_PROCESSES": "3", "LOCAL_PROCESSES": "3", "NODE_RANK": "0", "NUM_NODES": "1", "RESTART": "0"}
     for rank in range(3):
-        assert json.loads(run.log(rank)) == {
-            "GLUON_MGPU_RANK": str(rank),
-            "GLUON_MGPU_NUM_PROCESSES": "3",
-            "GLUON_MGPU_LOCAL_RANK": str(rank),
-            "GLUON_MGPU_LOCAL_PROCESSES": "3",
-            "GLUON_MGPU_NODE_RANK": "0",
-            "GLUON_MGPU_NUM_NODES": "1",
-            "GLUON_MGPU_RESTART": "0",
-            "arguments": ["--lr", "0.1"],
-        }
+        place = {**same, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        told = {f"GLUON_MGPU_{name}": value for name, value in place.items()}
+        assert json.loads(run.log(rank)) == {**told, "arguments": ["--lr", "0.1"]}
     assert sorted(line[:4] for line in run.out.splitlines()) == ["[0] ", "[1] ", "[2] "]
     assert run.err == ""
 

@@ -40,17 +40,9 @@ class Hosts:
     def start(self, node_rank, program, *, prefix=(), host="127.0.0.1", num_nodes=2, **options):
         path = self.folder / "program.py"
         path.write_text(program, encoding="utf-8")
-        said = {
-            "program": [*options.pop("python", PYTHON), str(path)],
-            "servers": 0,
-            "num_nodes": num_nodes,
-            "node_rank": node_rank,
-            "master": [host, self.port],
-            "grace_s": 0.5,
-            "join_s": 120.0,
-            "log_dir": str(self.folder / f"node{node_rank}"),
-            **options,
-        }
+        said = {"program": [*options.pop("python", PYTHON), str(path)], "servers": 0, "grace_s": 0.5, "join_s": 120.0}
+        said.update(num_nodes=num_nodes, node_rank=node_rank, master=[host, self.port])
+        said.update({"log_dir": str(self.folder / f"node{node_rank}"), **options})
         command = [*prefix, sys.executable, "-c", LAUNCHER, json.dumps(said)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=self.folder)
         self.started.append(process)

@@ -82,16 +82,11 @@ def test_a_driver_is_opened_once_and_closed(monkeypatch):
         nvml.read()
 
 
-@pytest.mark.parametrize(
-    "error, told",
-    [
-        ("LibraryNotFound", "libnvidia-ml.so.1"),
-        ("DriverNotLoaded", "modprobe"),
-        ("NoPermission", "/dev/nvidiactl"),
-        ("LibRmVersionMismatch", "reboot"),
-        ("Unknown", "nvidia-smi"),
-    ],
-)
+TROUBLES = [("LibraryNotFound", "libnvidia-ml.so.1"), ("DriverNotLoaded", "modprobe"), ("NoPermission", "/dev/nvidiactl")]
+TROUBLES += [("LibRmVersionMismatch", "reboot"), ("Unknown", "nvidia-smi")]
+
+
+@pytest.mark.parametrize("error, told", TROUBLES)
 def test_no_driver(monkeypatch, error, told):
     install(monkeypatch, error=error)
     with pytest.raises(DriverError, match=told) as caught:

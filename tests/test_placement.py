@@ -8,15 +8,8 @@ from gluon_mgpu.distributed.launcher.placement import placement
 
 from .conftest import assert_house_style
 
-NODE = {
-    "GLUON_MGPU_RANK": "5",
-    "GLUON_MGPU_NUM_PROCESSES": "6",
-    "GLUON_MGPU_LOCAL_RANK": "1",
-    "GLUON_MGPU_LOCAL_PROCESSES": "2",
-    "GLUON_MGPU_NODE_RANK": "2",
-    "GLUON_MGPU_NUM_NODES": "3",
-    "GLUON_MGPU_RESTART": "1",
-}
+PLACE = {"RANK": "5", "NUM_PROCESSES": "6", "LOCAL_RANK": "1", "LOCAL_PROCESSES": "2", "NODE_RANK": "2", "NUM_NODES": "3"}
+NODE = {f"GLUON_MGPU_{name}": value for name, value in {**PLACE, "RESTART": "1"}.items()}
 
 
 def test_this_process(monkeypatch):

@@ -179,17 +179,11 @@ def test_several_contexts_get_one_thread_each_whatever_the_environment_says():
     assert run_clean(ASK, program, OMP_NUM_THREADS="4", MXNET_OMP_MAX_THREADS="4") == ["[1, 1, 1]"]
 
 
-@pytest.mark.parametrize(
-    "environment, number",
-    [
-        ({}, 7),
-        ({"OMP_NUM_THREADS": "5"}, 0),
-        ({"MXNET_OMP_MAX_THREADS": "5"}, 0),
-        ({"MXNET_ENGINE_TYPE": "ThreadedEngine"}, 0),
-        ({"MXNET_ENGINE_TYPE": "ThreadedEnginePerDevice"}, 7),
-        ({"GLUON_MGPU_RUNTIME": "off"}, None),
-    ],
-)
+NUMBERS = [({}, 7), ({"OMP_NUM_THREADS": "5"}, 0), ({"MXNET_OMP_MAX_THREADS": "5"}, 0), ({"GLUON_MGPU_RUNTIME": "off"}, None)]
+NUMBERS += [({"MXNET_ENGINE_TYPE": "ThreadedEngine"}, 0), ({"MXNET_ENGINE_TYPE": "ThreadedEnginePerDevice"}, 7)]
+
+
+@pytest.mark.parametrize("environment, number", NUMBERS)
 def test_the_number_of_threads_of_one_context(monkeypatch, environment, number):
     """0 keeps MXNet's number, None asks for nothing."""
     found = []

@@ -14,18 +14,9 @@ from .conftest import LOSS, initialized, largest_difference, sequential, small_b
 from .worlds import devices as devices
 
 CTX = [mx.cpu(0), mx.cpu(1)]
-OPTIMIZERS = [
-    ("sgd", {"learning_rate": 0.1}),
-    ("sgd", {"learning_rate": 0.1, "momentum": 0.9}),
-    ("nag", {"learning_rate": 0.1, "momentum": 0.9}),
-    ("adam", {"learning_rate": 0.01}),
-    ("rmsprop", {"learning_rate": 0.01, "centered": True}),
-    ("adagrad", {"learning_rate": 0.1}),
-    ("nadam", {}),
-    ("lamb", {}),
-    ("dcasgd", {}),
-    ("lars", {}),
-]
+OPTIMIZERS = [("sgd", {"learning_rate": 0.1}), ("sgd", {"learning_rate": 0.1, "momentum": 0.9}), ("lamb", {}), ("lars", {})]
+OPTIMIZERS += [("nag", {"learning_rate": 0.1, "momentum": 0.9}), ("adam", {"learning_rate": 0.01}), ("nadam", {}), ("dcasgd", {})]
+OPTIMIZERS += [("rmsprop", {"learning_rate": 0.01, "centered": True}), ("adagrad", {"learning_rate": 0.1})]
 MORE_OPTIMIZERS = [("adadelta", {}), ("ftrl", {}), ("adamax", {}), ("ftml", {}), ("signum", {})]
 
 

@@ -133,9 +133,6 @@ class FakeNvml(types.ModuleType):
     def nvmlSystemGetCudaDriverVersion_v2(self):
         return self.cuda
 
-    def nvmlSystemGetCudaDriverVersion(self):
-        return self.cuda
-
     def nvmlSystemGetProcessName(self, pid):
         parts = self.gpus
         names = {number: name for part in parts for number, name, _ in part.processes}
@@ -192,9 +189,3 @@ class FakeNvml(types.ModuleType):
         if gpu.compute_capability < (8, 0):
             raise self._error("NotSupported")
         return [int(gpu.mig_enabled), int(gpu.mig_enabled)]
-
-    def nvmlDeviceGetGpuInstanceId(self, part):
-        return part.instance[0]
-
-    def nvmlDeviceGetComputeInstanceId(self, part):
-        return part.instance[1]

@@ -1,15 +1,14 @@
 """A job whose process does not come back goes on with fewer from its last checkpoint, and learns what it would have learnt."""
 
 import json
-import os
 import runpy
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
 from .test_launch import launch_command
+from .test_processes import ended
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
 PROGRAM = """
@@ -97,16 +96,7 @@ with open(f"{folder}/{rank}.json", "w") as file:
 def launched(folder):
     """What the launcher says, and what each of the processes tells that are left."""
     options = {"num_processes": 3, "min_processes": 2, "max_restarts": 3}
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("GLUON_MGPU_", "DMLC_", "HOROVOD_"))}
-    done = subprocess.run(
-        launch_command([folder / "train.py", folder, 1], folder / "logs", **options),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**environ, "OMP_NUM_THREADS": "1"},
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = ended(launch_command([folder / "train.py", folder, 1], folder / "logs", **options), folder)
     return done.stdout + done.stderr, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

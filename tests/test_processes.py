@@ -43,22 +43,22 @@ def tell(name, **found):
 """
 
 
+def ended(command, folder, code=0):
+    """The end of a command that starts processes, with this code; it finds nothing of another job in its environment."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(STARTERS)}
+    options = {"capture_output": True, "text": True, "timeout": 300, "cwd": folder}
+    done = subprocess.run(list(map(str, command)), env={**environment, "OMP_NUM_THREADS": "1"}, **options)
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
 def launched(folder, parts, num_processes, num_devices=1, backend="dist_sync"):
     """What each process tells, of a program of several parts that is launched."""
     script = folder / "program.py"
     script.write_text(BEGIN + "".join(map(textwrap.dedent, parts)))
     command = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", num_processes, "--log-dir", folder / "logs"]
     command += ["--backend", backend, *(["--servers", 2] if backend == "dist_sync" else [])]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(STARTERS)}
-    done = subprocess.run(
-        [str(part) for part in [*command, script, folder, num_devices]],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    ended([*command, script, folder, num_devices], folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)]
 
 
@@ -372,15 +372,7 @@ def test_a_worker_of_horovod_that_fails(tmp_path):
         script = tmp_path / "program.py"
         script.write_text(BEGIN + textwrap.dedent(FAIL))
         command = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", 2, "--backend", "horovod", "--max-restarts", restarts]
-        done = subprocess.run(
-            [str(part) for part in [*command, script, tmp_path, 1]],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            cwd=tmp_path,
-            env={name: value for name, value in os.environ.items() if not name.startswith(STARTERS)},
-        )
-        assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
+        done = ended([*command, script, tmp_path, 1], tmp_path, code)
         assert "rank 1 exited with status 1, the first of 2" in done.stderr
         assert "ValueError: this one" in done.stderr
     assert json.loads((tmp_path / "0.json").read_text()) == {"end": {"restart": 1}}

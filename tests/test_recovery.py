@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import os
 import random
-import subprocess
 import textwrap
 
 import gluon_mgpu as mgpu
@@ -15,7 +13,7 @@ from gluon_mgpu.checkpoint.random_state import random_state, set_random_state
 from mxnet import gluon
 
 from .test_launch import launch_command
-from .test_processes import BEGIN
+from .test_processes import BEGIN, ended
 
 pytestmark = pytest.mark.timeout(600)
 PROGRAM = """
@@ -84,16 +82,7 @@ def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
     script = folder / "program.py"
     script.write_text(BEGIN + textwrap.dedent(PROGRAM))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("GLUON_MGPU_", "DMLC_"))}
-    done = subprocess.run(
-        launch_command([script, folder, 1], folder / "logs", max_restarts=1),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ended(launch_command([script, folder, 1], folder / "logs", max_restarts=1), folder)
     return folder, done.stdout, done.stderr
 
 

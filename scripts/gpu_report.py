@@ -148,12 +148,8 @@ def train(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
     return bench("train", [*compared(gpus), "--contenders", "ours,gluon"], folder, limit_s)
 
 
-PARTS: Dict[str, Callable[[Path, Sequence[str], float], Dict[str, Any]]] = {
-    "doctor": doctor,
-    "tests": tests,
-    "step": step,
-    "train": train,
-}
+Part = Callable[[Path, Sequence[str], float], Dict[str, Any]]
+PARTS: Dict[str, Part] = {"doctor": doctor, "tests": tests, "step": step, "train": train}
 
 
 def compared(gpus: Sequence[str]) -> List[str]:

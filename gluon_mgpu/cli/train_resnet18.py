@@ -56,6 +56,7 @@ def train_network(make: Callable[[List[mx.Context]], Sequence[Any]], options: Si
         warmup_steps = steps_per_epoch if steps > steps_per_epoch else 0
         trainer = create_trainer(net, options.optimizer, options, steps=steps, warmup_steps=warmup_steps)
         trace = None if options.trace is None else Trace(options.trace)
+        checkpoint = Checkpoint(options.output, keep=options.keep, every=options.checkpoint_every, background=True)
         plan_shards(1, len(trainer.contexts), options.weights)  # raises on weights for other devices
         history = run_fit(
             net,
@@ -64,11 +65,7 @@ def train_network(make: Callable[[List[mx.Context]], Sequence[Any]], options: Si
             train_iter,
             test_iter,
             options=options,
-            callbacks=[
-                Progress(unit),
-                Checkpoint(options.output, keep=options.keep, every=options.checkpoint_every, background=True),
-                SaveHistory(options.output),
-            ],
+            callbacks=[Progress(unit), checkpoint, SaveHistory(options.output)],
             trace=trace,
             split_f=split_batch if options.weights is None else partial(split_batch, weights=options.weights),
             bn=options.bn,

@@ -11,13 +11,8 @@ from ..runtime.profiler import Operation, batches_of, is_mark, tasks_of
 _SHORT_S = 1e-4  # the engine's threads hand an operation over in less
 HOST = "host"
 _UPDATES = "sums and updates"
-_PHASES = {
-    "forward": "dispatch: forward",
-    "backward": "dispatch: backward",
-    "update": "dispatch: update",
-    "devices": "wait",
-    "": "between epochs",
-}
+_PHASES = {name: f"dispatch: {name}" for name in ("forward", "backward", "update")}
+_PHASES.update({"devices": "wait", "": "between epochs"})
 
 
 class Timeline:

@@ -33,9 +33,7 @@ def contenders_option(among: Sequence[str]) -> Callable[..., Any]:
             raise click.BadParameter(f"got {', '.join(map(repr, wrong))}; expected some of {', '.join(among)}.")
         return list(dict.fromkeys(found))
 
-    return click.option(
-        "--contenders", default=",".join(among), show_default=True, callback=names, help="Programs, separated by commas."
-    )
+    return click.option("--contenders", default=",".join(among), callback=names, help="Programs, separated by commas.")
 
 
 def python_option(among: Sequence[str], example: str) -> Callable[..., Any]:

@@ -16,60 +16,44 @@ from case import Case
 from charts import plot_lines, plot_ranges
 from command_options import contenders_option, numbers, progress, python_option
 from compare import Row, compare
+from gluon_mgpu.cli._options import all_of
 from gluon_mgpu.cli._output import print_table, write_results
 from gluon_mgpu.cli.main import CommandGroup
 from gluon_mgpu.plots import save
 
+_HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 _output = click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("runs/bench"),
-    show_default=True,
     help="Folder for the JSON file and the plot.",
 )
-_hybridize = click.option(
-    "--hybridize/--no-hybridize", default=True, show_default=True, help="Compile the networks with static memory."
-)
+_hybridize = click.option("--hybridize/--no-hybridize", default=True, help="Compile the networks with static memory.")
 
 
 def _num_devices(default: str) -> Callable[..., Any]:
-    return click.option(
-        "--num-devices", default=default, show_default=True, callback=numbers, help="Numbers of contexts, separated by commas."
-    )
+    return click.option("--num-devices", default=default, callback=numbers, help="Numbers of contexts, separated by commas.")
 
 
 def _network(purpose: str) -> Callable[..., Any]:
-    return click.option("--network", type=click.Choice(["mlp", "resnet18"]), default="mlp", show_default=True, help=purpose)
+    return click.option("--network", type=click.Choice(["mlp", "resnet18"]), default="mlp", help=purpose)
 
 
-def _comparison_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that all comparisons have."""
-    options: List[Any] = [
-        click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds; each measures everything."),
-        python_option(workloads.CONTENDERS, "d2l"),
-        click.option(
-            "--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True, help="Type of MXNet's contexts."
-        ),
-        click.option(
-            "--timeout",
-            type=click.FloatRange(1),
-            default=180,
-            show_default=True,
-            help="Seconds to wait for a contender's answer.",
-        ),
-        click.option(
-            "--quick",
-            is_flag=True,
-            help="Small sizes, 2 rounds, the first two of each list: shows whether it works, not what is faster.",
-        ),
-        _output,
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+_comparison_options = all_of(
+    click.option("--rounds", type=click.IntRange(1), default=5, help="Rounds; each measures everything."),
+    python_option(workloads.CONTENDERS, "d2l"),
+    click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", help="Type of MXNet's contexts."),
+    click.option("--timeout", type=click.FloatRange(1), default=180, help="Seconds to wait for a contender's answer."),
+    click.option(
+        "--quick",
+        is_flag=True,
+        help="Small sizes, 2 rounds, the first two of each list: shows whether it works, not what is faster.",
+    ),
+    _output,
+)
 
 
-@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=CommandGroup, context_settings=_HELP)
 def main() -> None:
     """Compare gluon_mgpu with Gluon, d2l, GluonCV and PyTorch, and measure single features.
 
@@ -118,7 +102,7 @@ def evaluate(num_devices: List[int], contenders: List[str], network: str, hybrid
     """Compare evaluation on many small batches: accuracy summed on the devices, or read after each batch."""
     run = _Comparison(**options)
     case = replace(run.sized(workloads.EVALUATE), network=network, hybridize=hybridize)
-    rows = run.measure(workloads.evaluate_rows(contenders, run.few(num_devices), case))
+    rows = run.measure(workloads.rows_with_threads(contenders, run.few(num_devices), case))
     tables = [report.contender_table(rows), report.evaluate_table(rows)]
     run.finish("evaluate", rows, tables, output, lambda: plot_ranges(report.bars_of(rows, "evaluate_s"), "ms per pass"))
 
@@ -133,7 +117,6 @@ def evaluate(num_devices: List[int], contenders: List[str], network: str, hybrid
     type=click.Choice(translations.SIZES),
     multiple=True,
     default=translations.SIZES,
-    show_default=True,
     help="large: 300 units, 8,000 words, sentences of 30 tokens; korean-numbers: as in train seq2seq. May be repeated.",
 )
 @_comparison_options
@@ -155,10 +138,10 @@ def seq2seq(
 
 
 @main.command()
-@click.option("--num-processes", default="2", show_default=True, callback=numbers, help="Processes, separated by commas.")
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds; each runs every row.")
-@click.option("--steps", type=click.IntRange(1), default=8, show_default=True, help="Measured steps of a run.")
-@click.option("--horovod/--no-horovod", default=False, show_default=True, help="Also sum through Horovod.")
+@click.option("--num-processes", default="2", callback=numbers, help="Processes, separated by commas.")
+@click.option("--rounds", type=click.IntRange(1), default=5, help="Rounds; each runs every row.")
+@click.option("--steps", type=click.IntRange(1), default=8, help="Measured steps of a run.")
+@click.option("--horovod/--no-horovod", default=False, help="Also sum through Horovod.")
 def scaling(num_processes: List[int], rounds: int, steps: int, horovod: bool) -> None:
     """Compare training ResNet-18 on several contexts, and in several processes, with one context; one thread each."""
     rows = processes.scaling_rows(num_processes, with_horovod=horovod)

@@ -25,12 +25,7 @@ def inputs(case: Case) -> List[Tuple[np.ndarray, np.ndarray]]:
 
 def run_round(contender: Any, case: Case) -> Dict[str, float]:
     """Return the measurements of one round of a contender: seconds (`..._s`), accuracy."""
-    rounds: Dict[str, Callable[[Any, Case], Dict[str, float]]] = {
-        "step": _step,
-        "train": _train,
-        "evaluate": _evaluate,
-        "seq2seq": _pass,
-    }
+    rounds = {"step": _step, "train": _train, "evaluate": _evaluate, "seq2seq": _pass}
     return rounds[case.workload](contender, case)
 
 

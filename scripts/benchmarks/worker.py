@@ -55,13 +55,9 @@ def _find_translator(name: str) -> Any:
         import seq2seq_with_torch
 
         return seq2seq_with_torch.Eager
-    import seq2seq_with_mxnet
+    import seq2seq_with_mxnet as loops
 
-    return {
-        "ours": seq2seq_with_mxnet.Ours,
-        "ours-compiled": seq2seq_with_mxnet.OursCompiled,
-        "gluon": seq2seq_with_mxnet.Gluon,
-    }[name]
+    return {"ours": loops.Ours, "ours-compiled": loops.OursCompiled, "gluon": loops.Gluon}[name]
 
 
 def prepare_imports(with_package: bool) -> None:

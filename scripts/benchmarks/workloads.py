@@ -31,7 +31,7 @@ def quick(case: Case) -> Case:
     )
 
 
-def step_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case = STEPS["mlp"]) -> List[Row]:
+def step_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case) -> List[Row]:
     """Return the rows of a step's cost for the host, for each number of contexts."""
     return [
         Row(contender, _contexts(k), replace(case, num_devices=k), _environment(contender, k if _is_torch(contender) else 0))
@@ -41,7 +41,7 @@ def step_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case 
     ]
 
 
-def train_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case = TRAIN) -> Tuple[List[Row], List[Row]]:
+def train_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case) -> Tuple[List[Row], List[Row]]:
     """Return the rows of training ResNet-18, in two parts: one context with all cores; several contexts that share the cores,
     with one context of one thread to compare them with. The parts are measured one after the other: a process takes 1 GiB.
     """
@@ -56,11 +56,6 @@ def single_thread_rows(contenders: Sequence[str], case: Case) -> List[Row]:
     """Return the rows of one context with one thread; none on a machine with one core, where other rows have that."""
     singles = contenders if environment.num_cores() > 1 else ()
     return [Row(c, _contexts(1, 1), replace(case, num_devices=1), _environment(c, 1, threads=1)) for c in singles]
-
-
-def evaluate_rows(contenders: Sequence[str], num_devices: Sequence[int], case: Case = EVALUATE) -> List[Row]:
-    """Return the rows of evaluating on many small batches."""
-    return rows_with_threads(contenders, num_devices, case)
 
 
 def rows_with_threads(contenders: Sequence[str], num_devices: Sequence[int], case: Case) -> List[Row]:

@@ -90,7 +90,7 @@ class Runner:
 
     def __init__(self, folder, capture):
         self.folder, self.capture = folder, capture
-        self.logs = folder / "logs"
+        self.logs, self.started = folder / "logs", []
 
     def __call__(self, program, *arguments, **options):
         path = self.folder / "program.py"
@@ -108,7 +108,8 @@ class Runner:
         options.setdefault("log_dir", str(self.logs))
         said = {"program": [*PYTHON, str(path)], **options}
         command = [sys.executable, "-c", LAUNCHER, json.dumps(said)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=self.folder)
+        self.started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=self.folder))
+        return self.started[-1]
 
     def log(self, rank, restart=0):
         folder = self.logs / f"restart-{restart}" if restart else self.logs
@@ -118,14 +119,17 @@ class Runner:
 
 @pytest.fixture
 def run(tmp_path, capfdbinary):
-    return Runner(tmp_path, capfdbinary)
+    runner = Runner(tmp_path, capfdbinary)
+    yield runner
+    reap(runner.started)
 
 
-def kill_when_done(process):
-    if process.poll() is None:
-        process.kill()
-    process.stdout.close()
-    process.wait()
+def reap(launchers):
+    for process in launchers:
+        if process.poll() is None:
+            process.kill()
+        process.stdout.close()
+        process.wait()
 
 
 TELL = """
@@ -276,18 +280,15 @@ def test_grandchildren_end_with_their_worker(run, mark, end):
 @pytest.mark.parametrize("killed", ["launcher", "launcher, one guard being stopped", "guard"])
 def test_nothing_is_left_when_the_launcher_or_a_guard_is_killed(run, mark, killed):
     launcher = run.start(GRANDCHILDREN + "time.sleep(10_000)", grace_s=0.5)
-    try:
-        assert until(lambda: "ready" in run.log(0) and "ready" in run.log(1))
-        assert until(lambda: len(marked(mark)) == 1 + 2 * 4)  # the launcher; guards, workers, children, daemons
-        guards = [pid for pid in marked(mark) if b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        assert len(guards) == 2
-        if "stopped" in killed:
-            os.kill(guards[0], signal.SIGSTOP)
-        os.kill(guards[0] if killed == "guard" else launcher.pid, signal.SIGKILL)
-        assert launcher.wait(timeout=240) == (137 if killed == "guard" else -9)
-        assert until(lambda: marked(mark) == []), marked(mark)
-    finally:
-        kill_when_done(launcher)
+    assert until(lambda: "ready" in run.log(0) and "ready" in run.log(1))
+    assert until(lambda: len(marked(mark)) == 1 + 2 * 4)  # the launcher; guards, workers, children, daemons
+    guards = [pid for pid in marked(mark) if b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(guards) == 2
+    if "stopped" in killed:
+        os.kill(guards[0], signal.SIGSTOP)
+    os.kill(guards[0] if killed == "guard" else launcher.pid, signal.SIGKILL)
+    assert launcher.wait(timeout=240) == (137 if killed == "guard" else -9)
+    assert until(lambda: marked(mark) == []), marked(mark)
 
 
 CATCH = """
@@ -310,16 +311,13 @@ time.sleep(10_000)
 )
 def test_signals_are_passed_on(run, mark, signum, caught, code):
     launcher = run.start(CATCH, grace_s=1000)
-    try:
-        assert until(lambda: "ready" in run.log(0) and "ready" in run.log(1))
-        launcher.send_signal(getattr(signal, signum))
-        assert launcher.wait(timeout=240) == code
-        output = launcher.stdout.read().decode()
-        assert f"[0] caught {caught}" in output and f"[1] caught {caught}" in output
-        assert f"ended by {signum}" in output
-        assert marked(mark) == []
-    finally:
-        kill_when_done(launcher)
+    assert until(lambda: "ready" in run.log(0) and "ready" in run.log(1))
+    launcher.send_signal(getattr(signal, signum))
+    assert launcher.wait(timeout=240) == code
+    output = launcher.stdout.read().decode()
+    assert f"[0] caught {caught}" in output and f"[1] caught {caught}" in output
+    assert f"ended by {signum}" in output
+    assert marked(mark) == []
 
 
 def test_the_end_of_a_terminal_does_not_stop_what_nohup_started():
@@ -360,40 +358,31 @@ time.sleep(10_000)
 def test_forks_do_not_get_the_signals_of_their_program(run, mark):
     """A DataLoader's workers ended by the SIGTERM for the program, which then had no data to end its batch with."""
     launcher = run.start(FORK, num_processes=1)
-    try:
-        assert until(lambda: run.log(0).count("ready") == 2)
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(timeout=240) == 143
-        assert run.log(0).count("caught by program") == 1 and "caught by fork" not in run.log(0)
-        assert marked(mark) == []
-    finally:
-        kill_when_done(launcher)
+    assert until(lambda: run.log(0).count("ready") == 2)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=240) == 143
+    assert run.log(0).count("caught by program") == 1 and "caught by fork" not in run.log(0)
+    assert marked(mark) == []
 
 
 def test_a_program_that_a_shell_started_gets_its_signals(run, mark):
     (run.folder / "catch.py").write_text(CATCH)
     launcher = run.start(f"import os\nos.execvp('sh', ['sh', '-c', '{sys.executable} -S catch.py; true'])", num_processes=1)
-    try:
-        assert until(lambda: "ready" in run.log(0))
-        launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(timeout=240) == 130
-        assert "caught SIGINT" in run.log(0)
-        assert marked(mark) == []
-    finally:
-        kill_when_done(launcher)
+    assert until(lambda: "ready" in run.log(0))
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=240) == 130
+    assert "caught SIGINT" in run.log(0)
+    assert marked(mark) == []
 
 
 def test_a_second_ctrl_c_does_not_wait(run, mark):
     launcher = run.start(CATCH.replace("sys.exit(0)", "time.sleep(10_000)"), grace_s=1000)
-    try:
-        assert until(lambda: "ready" in run.log(0) and "ready" in run.log(1))
-        launcher.send_signal(signal.SIGINT)
-        assert until(lambda: "caught" in run.log(0))
-        launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(timeout=240) == 130
-        assert marked(mark) == []
-    finally:
-        kill_when_done(launcher)
+    assert until(lambda: "ready" in run.log(0) and "ready" in run.log(1))
+    launcher.send_signal(signal.SIGINT)
+    assert until(lambda: "caught" in run.log(0))
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=240) == 130
+    assert marked(mark) == []
 
 
 def test_who_ends_well_while_others_run_on_is_named(run, monkeypatch):

@@ -16,7 +16,7 @@ from gluon_mgpu.distributed.launcher import guard
 from gluon_mgpu.distributed.launcher.job import Job
 from gluon_mgpu.distributed.launcher.supervisor import run_job
 
-from .test_launch import LAUNCHER, PYTHON, kill_when_done, mark, marked, quiet_port, until
+from .test_launch import LAUNCHER, PYTHON, mark, marked, quiet_port, reap, until
 from .test_processes import BACKENDS
 
 __all__ = ["mark"]  # a fixture
@@ -57,8 +57,7 @@ class Hosts:
 def hosts(tmp_path):
     hosts = Hosts(tmp_path, quiet_port())
     yield hosts
-    for process in hosts.started:
-        kill_when_done(process)
+    reap(hosts.started)
 
 
 def codes(*launchers):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from . import test_launch
-from .test_launch import Runner, kill_when_done, mark, marked, until
+from .test_launch import Runner, mark, marked, reap, until
 
 __all__ = ["mark"]  # a fixture
 PUSH_AND_PULL = """
@@ -31,7 +31,9 @@ PULLED = "pulled [11.0, 11.0] [22.0, 22.0]\n"
 def run(tmp_path, capfdbinary, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(test_launch, "PYTHON", (sys.executable, "-m", "gluon_mgpu.distributed.launcher.worker"))
-    return Runner(tmp_path, capfdbinary)
+    runner = Runner(tmp_path, capfdbinary)
+    yield runner
+    reap(runner.started)
 
 
 def listening(pids):
@@ -50,19 +52,16 @@ def listening(pids):
 @pytest.mark.exhaustive
 def test_two_workers_and_a_killed_server(run, mark):
     launcher = run.start(PUSH_AND_PULL + "time.sleep(10_000)", servers=1)
-    try:
-        assert until(lambda: run.log(0) == run.log(1) == PULLED), run.log(0)
-        addresses = listening(marked(mark))
-        assert len(addresses) == 4  # the scheduler, a server, and the workers
-        assert {address.partition(":")[0] for address in addresses} == {"0100007F"}  # 127.0.0.1, not 0.0.0.0
-        (server,) = [pid for pid in marked(mark) if is_server(pid)]
-        os.kill(server, signal.SIGKILL)
-        assert launcher.wait(timeout=240) == 137
-        told = "gluon-mgpu launch: server 0 was killed by SIGKILL, the first of 2 processes to fail"
-        assert told in launcher.stdout.read().decode()
-        assert marked(mark) == []
-    finally:
-        kill_when_done(launcher)
+    assert until(lambda: run.log(0) == run.log(1) == PULLED), run.log(0)
+    addresses = listening(marked(mark))
+    assert len(addresses) == 4  # the scheduler, a server, and the workers
+    assert {address.partition(":")[0] for address in addresses} == {"0100007F"}  # 127.0.0.1, not 0.0.0.0
+    (server,) = [pid for pid in marked(mark) if is_server(pid)]
+    os.kill(server, signal.SIGKILL)
+    assert launcher.wait(timeout=240) == 137
+    told = "gluon-mgpu launch: server 0 was killed by SIGKILL, the first of 2 processes to fail"
+    assert told in launcher.stdout.read().decode()
+    assert marked(mark) == []
 
 
 def is_server(pid):

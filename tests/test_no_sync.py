@@ -5,6 +5,7 @@ import mxnet as mx
 import pytest
 from gluon_mgpu.loop.batch_loop import BatchLoop, EpochOptions
 from gluon_mgpu.loop.metric_sums import DeviceSums
+from gluon_mgpu.trainer.precision import can_compute_bf16
 from mxnet.base import _LIB
 
 from .conftest import LOSS, small_batches, small_net, train
@@ -33,13 +34,18 @@ def test_the_counter_counts(waits):
     assert waits == [WAITING[0], WAITING[1], WAITING[3], WAITING[0]]
 
 
+BF16 = pytest.param("bf16", marks=pytest.mark.skipif(not can_compute_bf16(), reason="MXNet cannot compute in it here"))
+
+
 @pytest.mark.pairwise
+@pytest.mark.parametrize("precision", [None, BF16])
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("sizes", [[12] * 4, [7, 12, 1, 5]], ids=["even", "uneven and fewer"])
 @pytest.mark.parametrize("shards", [False, True])
-def test_a_training_step_does_not_wait(devices, arrays, waits, sizes, micro_steps, shards):
+def test_a_training_step_does_not_wait(devices, arrays, waits, sizes, micro_steps, shards, precision):
     net = small_net(devices, hybridize={}, normalize=True)
-    trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01}, clip_norm=1.0, clip_value=0.1, shard_optimizer=shards)
+    options = {"clip_norm": 1.0, "clip_value": 0.1, "shard_optimizer": shards, "precision": precision}
+    trainer = mgpu.Trainer(net, "adam", {"learning_rate": 0.01}, **options)
     batches = small_batches(sizes)
     mgpu.train_batch(net, LOSS, trainer, *batches[0])  # shapes become known, buffers are made
     del waits[:]

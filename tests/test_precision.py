@@ -14,7 +14,6 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from .conftest import HYBRIDIZE, LOSS, initialized, largest_difference, ready, sequential, small_batches, small_net, weights_of
-from .test_no_sync import waits  # noqa: F401
 from .worlds import devices as devices
 
 pytestmark = pytest.mark.skipif(not can_compute_bf16(), reason="MXNet cannot compute in bfloat16 on this processor")
@@ -364,18 +363,6 @@ def test_weights_gradients_and_files_are_float32(tmp_path, devices):
             assert {np.dtype(array.dtype).name for array in param.list_grad()} == {"float32"}
     net.save_parameters(str(tmp_path / "net"))
     assert {array.dtype for array in mx.nd.load(str(tmp_path / "net")).values()} == {np.float32}
-
-
-def test_a_step_does_not_wait(devices, arrays, waits):  # noqa: F811
-    net = small_net(devices, hybridize={}, normalize=True)
-    set_precision(net, "bf16")
-    trainer = mgpu.Trainer(net, "sgd")
-    batches = small_batches([7, 12, 1])
-    mgpu.train_batch(net, LOSS, trainer, *batches[0])
-    del waits[:]
-    for X, y in batches:
-        mgpu.train_batch(net, LOSS, trainer, X, y)
-    assert waits == []
 
 
 # What is refused

@@ -123,16 +123,16 @@ def fresh_names():
 @pytest.fixture(params=[1, 2, 3])
 def devices(request):
     """1, 2 and 3 CPU contexts."""
-    return [mx.cpu(i) for i in range(request.param)]
+    return cpus(request.param)
 
 
-def cpus(number, *marks):
-    return pytest.param([mx.cpu(i) for i in range(number)], marks=marks, id=str(number))
+def cpus(number):
+    return [mx.cpu(i) for i in range(number)]
 
 
-mostly_two = pytest.mark.parametrize(  # in the place of `devices`, where their number hardly matters
-    "devices", [cpus(1, pytest.mark.exhaustive), cpus(2), cpus(3, pytest.mark.exhaustive)]
-)
+# in the place of `devices`, where their number hardly matters
+rarely = [pytest.param(cpus(number), marks=pytest.mark.exhaustive, id=str(number)) for number in (1, 3)]
+mostly_two = pytest.mark.parametrize("devices", [pytest.param(cpus(2), id="2"), *rarely])
 
 
 @pytest.fixture(params=["np"] if is_mxnet2() else ["nd", "np"])  # MXNet 2's layers take np arrays only

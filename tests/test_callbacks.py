@@ -16,6 +16,7 @@ from mxnet import gluon
 from mxnet.gluon import nn
 
 from .conftest import LOSS, initialized
+from .worlds import devices as devices
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -46,12 +47,6 @@ class Holding(mgpu.Callback):
 
     def state_arrays(self, state):
         return self.arrays
-
-
-@pytest.fixture(params=[1, 3])
-def devices(request):
-    """1 and 3 CPU contexts."""
-    return [mx.cpu(i) for i in range(request.param)]
 
 
 def make_net(ctx, in_units=2):

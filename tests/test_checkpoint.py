@@ -18,13 +18,9 @@ from gluon_mgpu.errors import SaveError, StateError, TrainerError
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet.gluon import nn
 
-from .conftest import LOSS, initialized, largest_difference, seed_all, sequential, small_batches, small_net, weights_of
+from .conftest import LOSS, cpus, initialized, largest_difference, seed_all, sequential, small_batches, small_net, weights_of
 
 OPTIMIZERS = {"momentum": ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}), "adam": ("adam", {"learning_rate": 0.01})}
-
-
-def contexts(num_devices):
-    return [mx.cpu(i) for i in range(num_devices)]
 
 
 def make_loader():
@@ -63,7 +59,7 @@ FILES = [*ALONE, "states.npz", "training.json"]
 
 
 def test_a_checkpoint_is_five_files(tmp_path):
-    net, trainer, loader = make_run(contexts(2))
+    net, trainer, loader = make_run(cpus(2))
     train(net, trainer, loader, epochs=1)
     mgpu.save_checkpoint(tmp_path / "new" / "c", net, trainer, {"epoch": 7, "note": "schön"})
     assert sorted(path.name for path in (tmp_path / "new" / "c").iterdir()) == FILES
@@ -72,11 +68,11 @@ def test_a_checkpoint_is_five_files(tmp_path):
 
 
 def test_a_network_alone_is_a_checkpoint(tmp_path):
-    net, trainer, loader = make_run(contexts(3))
+    net, trainer, loader = make_run(cpus(3))
     train(net, trainer, loader, epochs=1)
     mgpu.save_checkpoint(str(tmp_path / "c"), net)
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ALONE
-    other = small_net(contexts(1))
+    other = small_net(cpus(1))
     assert mgpu.load_checkpoint(str(tmp_path / "c"), other) == {}
     assert largest_difference(all_of(other), all_of(net)) == 0.0
     assert "without states.npz, training.json" in told(mgpu.load_checkpoint, tmp_path / "c", net, trainer)
@@ -90,7 +86,7 @@ def test_a_checkpoint_is_replaced_or_stays(tmp_path, monkeypatch, broken):
     def disk_full(*arguments, **options):
         raise OSError("disk full")
 
-    net = initialized(nn.Dense(1, in_units=1), contexts(2), mx.init.One())
+    net = initialized(nn.Dense(1, in_units=1), cpus(2), mx.init.One())
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0})
     mgpu.save_checkpoint(tmp_path / "c", net, trainer, {"number": 1})
     net.weight.set_data(mx.nd.array([[2.0]]))
@@ -102,7 +98,7 @@ def test_a_checkpoint_is_replaced_or_stays(tmp_path, monkeypatch, broken):
             mgpu.save_checkpoint(tmp_path / "c", net, trainer, {"number": 2})
     number = 1 if broken else 2
     assert mgpu.load_checkpoint(tmp_path / "c", net, trainer) == {"number": number}
-    assert [net.weight.data(context).asscalar() for context in contexts(2)] == [number, number]
+    assert [net.weight.data(context).asscalar() for context in cpus(2)] == [number, number]
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
@@ -110,14 +106,14 @@ def test_a_checkpoint_is_replaced_or_stays(tmp_path, monkeypatch, broken):
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
-    net, trainer, _ = make_run(contexts(1))
+    net, trainer, _ = make_run(cpus(1))
     assert f"got {tmp_path} without net.params, progress.json" in told(mgpu.load_checkpoint, tmp_path, net, trainer)
 
 
 @pytest.fixture(scope="module")
 def saved_once(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved") / "c"
-    net, trainer, loader = make_run(contexts(2))
+    net, trainer, loader = make_run(cpus(2))
     train(net, trainer, loader, epochs=1)
     mgpu.save_checkpoint(folder, net, trainer)
     return folder
@@ -132,17 +128,17 @@ def checkpoint(saved_once, tmp_path):
 @pytest.fixture(scope="module")
 def other_run():
     """A network with known shapes, and its trainer, into which no test loads anything."""
-    net, trainer, _ = make_run(contexts(2))
-    mgpu.eval_batch(net, *small_batches([4])[0], contexts(2))
+    net, trainer, _ = make_run(cpus(2))
+    mgpu.eval_batch(net, *small_batches([4])[0], cpus(2))
     return net, trainer
 
 
 def dense(units):
-    return sequential(nn.Dense(units, in_units=3), ctx=contexts(2))
+    return sequential(nn.Dense(units, in_units=3), ctx=cpus(2))
 
 
 def normalized():
-    return small_net(contexts(2), normalize=True)
+    return small_net(cpus(2), normalize=True)
 
 
 def of_float64():
@@ -220,7 +216,7 @@ def forge(folder, **files):
 @pytest.mark.parametrize("content", ['{"format": "other", "version": 1, "files": {}}', "[]", '{"files": {"../../x": {}}}'])
 def test_a_foreign_manifest_is_refused(checkpoint, content):
     (checkpoint / "manifest.json").write_text(content)
-    net, trainer, _ = make_run(contexts(1))
+    net, trainer, _ = make_run(cpus(1))
     assert "manifest.json, which is " in told(mgpu.load_checkpoint, checkpoint, net, trainer)
 
 
@@ -238,7 +234,7 @@ def test_nothing_in_a_checkpoint_is_executed(checkpoint, tmp_path):
     array[0] = trap
     np.savez(tmp_path / "evil.npz", **{"state/0": array})
     forge(checkpoint, states_npz=(tmp_path / "evil.npz").read_bytes())
-    net, trainer, _ = make_run(contexts(1))
+    net, trainer, _ = make_run(cpus(1))
     with pytest.raises(ValueError, match="allow_pickle=False"):
         mgpu.load_checkpoint(checkpoint, net, trainer)
     assert not (tmp_path / "trapped").exists()
@@ -298,12 +294,12 @@ def tied():
     net = nn.HybridSequential()
     net.add(nn.Dense(3, in_units=3))
     net.add(nn.Dense(3, in_units=3, params=net[0].params))
-    net.initialize(mx.init.Normal(1.0), ctx=contexts(2))
+    net.initialize(mx.init.Normal(1.0), ctx=cpus(2))
     return net
 
 
 def test_gradients_that_were_not_applied_are_told(tmp_path):
-    net = small_net(contexts(2))
+    net = small_net(cpus(2))
     trainer = mgpu.Trainer(net, "sgd")
     with trainer.accumulate():
         mgpu.train_batch(net, LOSS, trainer, *small_batches([4])[0])
@@ -334,7 +330,7 @@ def test_random_numbers_go_on(tmp_path):
 
 def test_a_frozen_graphs_statistics_are_those_of_the_last_step(tmp_path):
     """A graph with static memory writes them without telling the engine: they are waited for, on one device, too."""
-    net = small_net(contexts(1), normalize=True, hybridize={"static_alloc": True, "static_shape": True})
+    net = small_net(cpus(1), normalize=True, hybridize={"static_alloc": True, "static_shape": True})
     trainer = mgpu.Trainer(net, "sgd")
     ((X, y),) = small_batches([64])
     for _ in range(5):
@@ -360,10 +356,10 @@ def moved_of(trainer):
 
 @pytest.mark.parametrize("optimizer, devices_after", [("momentum", 2), ("adam", 1)])
 def test_states_only_keep_the_trainers_hyperparameters(tmp_path, optimizer, devices_after):
-    first = make_run(contexts(2), optimizer)
+    first = make_run(cpus(2), optimizer)
     train(*first, epochs=1)
     mgpu.save_checkpoint(tmp_path / "c", first[0], first[1], {"batch": 3})
-    net = small_net(contexts(devices_after))
+    net = small_net(cpus(devices_after))
     trainer = mgpu.Trainer(net, OPTIMIZERS[optimizer][0], {"learning_rate": 0.025, "wd": 0.5, **STATES_ONLY[optimizer]})
     seed_all(4)
     assert mgpu.load_checkpoint(tmp_path / "c", net, trainer, states_only=True) == {"batch": 3}
@@ -381,16 +377,16 @@ STATES_ONLY = {"momentum": {"momentum": 0.8}, "adam": {"beta1": 0.8}}
 
 
 def test_a_resumed_run_keeps_its_position_and_takes_the_trainers_hyperparameters(tmp_path):
-    straight = make_run(contexts(2))
+    straight = make_run(cpus(2))
     train(*straight, epochs=2)
     straight[1].set_learning_rate(0.02)
     name, options = OPTIMIZERS["momentum"]
     straight[1].optimizer.momentum = 0.5
     train(*straight, epochs=1)
 
-    first = make_run(contexts(2))
+    first = make_run(cpus(2))
     mgpu.fit(*[first[0], LOSS, first[1], first[2]], epochs=2, callbacks=[mgpu.Checkpoint(tmp_path / "run", None)])
-    net = small_net(contexts(2))
+    net = small_net(cpus(2))
     trainer = mgpu.Trainer(net, name, {**options, "learning_rate": 0.02, "momentum": 0.5})
     saves = mgpu.Checkpoint(tmp_path / "run", None)
     common = {"epochs": 3, "callbacks": [saves], "resume": "auto"}
@@ -401,10 +397,10 @@ def test_a_resumed_run_keeps_its_position_and_takes_the_trainers_hyperparameters
 
 
 def test_states_of_another_form_or_class_raise(tmp_path):
-    net, trainer, loader = make_run(contexts(1))
+    net, trainer, loader = make_run(cpus(1))
     train(net, trainer, loader, epochs=1)
     mgpu.save_checkpoint(tmp_path / "c", net, trainer)
-    net = small_net(contexts(1))
+    net = small_net(cpus(1))
     for name, expected in (("adam", "expected the same class"), ("sgd", "such as momentum")):
         load = partial(mgpu.load_checkpoint, states_only=True)
         assert expected in told(load, tmp_path / "c", net, mgpu.Trainer(net, name))

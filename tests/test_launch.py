@@ -21,6 +21,7 @@ from gluon_mgpu.distributed.launcher.tasks import tasks
 from gluon_mgpu.runtime import num_cores
 
 from .conftest import assert_house_style
+from .worlds import until
 
 PYTHON = (sys.executable, "-S")  # workers that need no packages
 FAST = {"grace_s": 0.5}
@@ -67,16 +68,6 @@ def marked(name):
         if f"GLUON_MGPU_TEST_MARK={name}".encode() in environ and state != "Z" and int(folder.name) != os.getpid():
             found.append(int(folder.name))
     return found
-
-
-def until(true, seconds=120.0):
-    """Wait for something to become true; return whether it has."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def launch_command(program, log_dir, **options):

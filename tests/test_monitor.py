@@ -90,7 +90,7 @@ def test_children_and_cores_count():
         try:
             child.stdout.readline()
             before = reader.read().host
-            until(lambda: reader.read().host.cores > 0.05)  # the child computes; on a busy machine it gets little
+            assert until(lambda: reader.read().host.cores > 0.05)  # the child computes; on a busy machine it gets little
             assert before.children_bytes > 9e7 and before.num_children >= 1 and before.rss_bytes > 2**24
         finally:
             child.kill()
@@ -114,10 +114,10 @@ class Slow(mgpu.Callback):
         self.monitor = monitor
 
     def on_test_begin(self, state):
-        until(lambda: len(self.monitor.samples) >= 2 * state.epoch)
+        assert until(lambda: len(self.monitor.samples) >= 2 * state.epoch)
 
     def on_batch_end(self, state):
-        until(lambda: len(self.monitor.samples) >= 2 * state.epoch)
+        assert until(lambda: len(self.monitor.samples) >= 2 * state.epoch)
 
 
 def test_a_run_is_recorded(tmp_path, caplog):
@@ -139,7 +139,7 @@ def test_a_run_is_recorded(tmp_path, caplog):
 def test_a_monitor_that_fails_does_not_end_the_run(monkeypatch, caplog):
     with Monitor(interval_s=0.1) as monitor:
         monkeypatch.setattr(monitor._reader, "read", lambda **_: 1 / 0)
-        until(lambda: "Monitoring has stopped" in caplog.text)
+        assert until(lambda: "Monitoring has stopped" in caplog.text)
     assert "ZeroDivisionError" in caplog.text
 
 

@@ -11,17 +11,13 @@ from mxnet import autograd, gluon
 from mxnet.contrib.amp.loss_scaler import LossScaler as ScalerOfAmp
 from mxnet.gluon import nn
 
-from .conftest import LOSS, sequential, small_batches, small_net, weights_of
+from .conftest import LOSS, cpus, sequential, small_batches, small_net, weights_of
 from .worlds import Scale
 
 SGD = ("sgd", {"learning_rate": 0.05, "momentum": 0.9, "wd": 1e-3})
 ADAM = ("adam", {"learning_rate": 0.01})
 OPTIMIZERS = {"sgd": SGD, "adam": ADAM, "lamb": ("lamb", {}), "adagrad": ("adagrad", {"learning_rate": 0.05})}
 BUCKET = 300  # bytes: the Dense layers of `small_net` take several
-
-
-def cpus(number):
-    return [mx.cpu(i) for i in range(number)]
 
 
 def make_trainer(net, shards, optimizer=SGD, **options):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mxnet import gluon
 from mxnet.gluon import nn, rnn
 
-from .conftest import LOSS, initialized, sequential
+from .conftest import LOSS, cpus, initialized, sequential
 from .test_resume import KilledAfter, KilledError
 
 OPTIMIZERS = {
@@ -25,10 +25,6 @@ OPTIMIZERS = {
     "adam": ("adam", {"learning_rate": 0.01}),
     "rmsprop": ("rmsprop", {"learning_rate": 0.01, "wd": 0.01}),
 }
-
-
-def cpus(number):
-    return [mx.cpu(i) for i in range(number)]
 
 
 def mlp():

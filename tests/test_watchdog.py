@@ -55,7 +55,7 @@ def test_a_stall_shows_the_stacks_and_the_arrays_that_are_pending(report):
         mx.nd.waitall()
         ready = net.weight.data(mx.cpu(1))
         mx.nd.Custom(ready, op_type="watchdog_waits").copyto(ready)
-        until(lambda: "not written yet" in report())
+        assert until(lambda: "not written yet" in report())
         released.set()
         mx.nd.waitall()
     shown = report()
@@ -69,9 +69,9 @@ def test_python_that_cannot_run_is_shown_by_faulthandler(report):
     """A thread keeps Python's lock inside C; the watchdog reports when it can run again."""
     with Watchdog(0.8, file=report.file) as watchdog:
         watchdog.beat()
-        until(lambda: time.monotonic() - watchdog._beat_at > 0.5)
+        assert until(lambda: time.monotonic() - watchdog._beat_at > 0.5)
         ctypes.PyDLL(None).usleep(2_500_000)
-        until(lambda: "not written yet" in report())
+        assert until(lambda: "not written yet" in report())
     assert report().startswith("Timeout (") and "test_python_that_cannot_run" in report()
 
 
@@ -101,9 +101,9 @@ def test_a_process_that_stalls_is_ended():
 def test_a_stall_is_reported_once_and_its_end_as_well(report):
     with Watchdog(0.2, file=report.file) as watchdog:
         for _ in range(2):
-            until(lambda: watchdog._reported)
-            until(lambda: watchdog.beat() or not watchdog._reported)
-        until(lambda: watchdog._reported)
+            assert until(lambda: watchdog._reported)
+            assert until(lambda: watchdog.beat() or not watchdog._reported)
+        assert until(lambda: watchdog._reported)
     assert report().count("steps continue after the stall") == 2
     assert report().count("gluon_mgpu: no step for") == 3
     assert not [thread for thread in threading.enumerate() if thread.name == "Watchdog"]
@@ -121,7 +121,7 @@ def test_fit_beats(report, stalls):
             yield batches[0]
             if stalls and len(passes) == 2:
                 before = len(report())  # on a busy machine, the first step may have taken a second
-                until(lambda: "not written yet" in report()[before:])
+                assert until(lambda: "not written yet" in report()[before:])
             yield batches[1]
 
     net = small_net([mx.cpu(0)])

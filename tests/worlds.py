@@ -2,15 +2,16 @@
 
 import time
 
-import mxnet as mx
 import pytest
 from mxnet import gluon
+
+from .conftest import cpus
 
 
 @pytest.fixture(params=[1, 3])
 def devices(request):
     """1 and 3 CPU contexts, in the place of conftest's 1, 2 and 3."""
-    return [mx.cpu(i) for i in range(request.param)]
+    return cpus(request.param)
 
 
 class Scale(gluon.Block):
@@ -24,9 +25,11 @@ class Scale(gluon.Block):
         return (x.astype(self.scale.dtype) * self.scale.data(x.context)).astype("float32")
 
 
-def until(condition):
-    """Wait for something that happens sooner or later, on a busy machine in a minute."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
+def until(true, seconds=120.0):
+    """Wait for something to become true, on a busy machine in a minute; return whether it has."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.02)
+    return True

@@ -236,8 +236,7 @@ def test_a_shard_alone_is_refused():
 
 
 def test_hybridizing_after_a_conversion_is_told():
-    ctx = [mx.cpu(0), mx.cpu(1)]
-    net = train(convert_sync_batchnorm(build(ctx)), small_batches([8]))
+    net = train(convert_sync_batchnorm(build([mx.cpu(0), mx.cpu(1)])), small_batches([8]))
     net.hybridize()
     with pytest.raises(TrainerError, match="after convert_sync_batchnorm"):
         train(net, small_batches([8]))

@@ -255,8 +255,7 @@ def test_states_of_other_shapes_are_refused(checkpoint, other_run, tmp_path):
 
 
 def test_a_network_without_values_is_told_to_initialise(tmp_path):
-    net = initialized(nn.Dense(1, in_units=1))
-    mgpu.save_checkpoint(tmp_path / "c", net)
+    mgpu.save_checkpoint(tmp_path / "c", initialized(nn.Dense(1, in_units=1)))
     with pytest.raises(TrainerError, match=r"Call net.initialize\(ctx=ctx\) first"):
         mgpu.load_checkpoint(tmp_path / "c", nn.Dense(1, in_units=1))
 

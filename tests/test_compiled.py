@@ -668,8 +668,7 @@ def test_running_statistics_can_be_read_at_once():
 
 def test_the_largest_shape_owns_the_memory_and_the_others_leave_in_turn(monkeypatch):
     monkeypatch.setattr(compiled_module, "MOST", 3)
-    net = initialized(dense(**STATIC), mx.cpu())
-    passes = CompiledPasses(net, LOSS, None, "on")
+    passes = CompiledPasses(initialized(dense(**STATIC), mx.cpu()), LOSS, None, "on")
 
     def sizes(n):
         passes.forward("test", [mx.nd.ones((n, 36))], [mx.nd.zeros(n)])

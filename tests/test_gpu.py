@@ -160,8 +160,7 @@ def test_a_run_goes_on_elsewhere(machine, tmp_path, optimizer):
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_reduced_precision_trains_and_raises_its_scale(machine, number, optimizer):
-    ctx = machine.devices(number)
-    net = small_net(ctx, hybridize={})
+    net = small_net(machine.devices(number), hybridize={})
     trainer = machine.reduced_trainer(net, *OPTIMIZERS[optimizer], scale=2.0**10, every=5)
     ((X, y),) = small_batches([24])
     losses = []
@@ -175,8 +174,7 @@ def test_reduced_precision_trains_and_raises_its_scale(machine, number, optimize
 
 
 def test_a_step_that_overflows_is_left_out(machine):
-    ctx = machine.devices(2)
-    net = small_net(ctx)
+    net = small_net(machine.devices(2))
     trainer = machine.reduced_trainer(net, *OPTIMIZERS["momentum"], scale=2.0**10, every=100)
     X, y = small_batches([8])[0]
     mgpu.train_batch(net, LOSS, trainer, X, y)

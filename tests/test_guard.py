@@ -139,5 +139,4 @@ def test_a_whole_tree_is_found_and_spared():
     assert guard.descendants(1, stats) == {2, 3, 4, 5}
     assert guard.descendants(2, stats) == {3, 4}
     assert guard.descendants(4, stats) == set()
-    own = guard.processes()[os.getpid()]
-    assert own == (os.getppid(), os.getpgrp())
+    assert guard.processes()[os.getpid()] == (os.getppid(), os.getpgrp())

@@ -23,8 +23,7 @@ def batches_of_numpy(order, size, keeps_rest):
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_the_padding_of_the_last_batch_is_not_trained_on(k, arrays):
     """NDArrayIter fills the last batch of 4 with examples of the first, which counted twice."""
-    contexts = [mx.cpu(i) for i in range(k)]
-    net = small_net(contexts)
+    net = small_net([mx.cpu(i) for i in range(k)])
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
     data = mx.io.NDArrayIter(X, Y.astype("float32"), batch_size=4)
     history = mgpu.fit(net, LOSS, trainer, data, data, epochs=2, callbacks=[])

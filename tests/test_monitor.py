@@ -161,8 +161,7 @@ def test_the_table_shows_gpus_and_the_process():
         GpuSample("GPU 2", "V100"),
     )
     file = io.StringIO()
-    sample = Sample(0.0, 0.0, 0, 0, host(), gpus)
-    Console(file=file, width=160).print(view(sample, pid=77))
+    Console(file=file, width=160).print(view(Sample(0.0, 0.0, 0, 0, host(), gpus), pid=77))
     for part in ("10.0 of 16.0", "50%", "71", "250", "temperature", "GPU is [lost]", "? of ?", "8.0 of 16.0", "process 77"):
         assert part in file.getvalue(), part
 

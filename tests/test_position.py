@@ -163,8 +163,7 @@ def test_iterators_that_count_their_epochs_are_known():
         epoch = True
 
     assert loader_epoch(Own()) is None
-    sampler = mgpu.data.ShardedSampler(6, 2, seed=1)
-    loader = gluon.data.DataLoader(np.arange(6), batch_sampler=sampler)
+    loader = gluon.data.DataLoader(np.arange(6), batch_sampler=mgpu.data.ShardedSampler(6, 2, seed=1))
     passes = [[x.asnumpy().tolist() for x in loader] for _ in range(3)]
     assert loader_epoch(loader) == 3
     set_loader_epoch(loader, 1)

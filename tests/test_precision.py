@@ -70,8 +70,7 @@ def types_of(graph):
 @pytest.mark.parametrize("precision, flatten, dropout", [("bf16", "fp32", "fp32"), ("fp16", "fp16", "fp16")])
 def test_each_layer_gives_the_type_of_the_lists(precision, flatten, dropout, arrays):
     net = layers()
-    x = as_array(np.ones((2, 1, 6, 6), "float32"))
-    inputs, graph = net._get_graph(x)
+    inputs, graph = net._get_graph(as_array(np.ones((2, 1, 6, 6), "float32")))
     assert types_of(graph) == ["fp32"] * 8
     found = types_of(reduce_precision(graph, precision, {}))
     #                conv       batchnorm  relu       pool                       dense      dense

@@ -344,8 +344,7 @@ def test_a_step_with_a_checkpoint_in_the_background_does_not_wait(tmp_path, monk
         def on_batch_end(self, state):
             during[state.step] = called[during[state.step] :]
 
-    ctx = [mx.cpu(0), mx.cpu(1)]
-    world = World(ctx, normalize=False)
+    world = World([mx.cpu(0), mx.cpu(1)], normalize=False)
     saves = mgpu.Checkpoint(tmp_path, every=1, background=True)
     world.fit([First(), saves, Last()])
     assert during[1] != []  # the counter counts: the first seed

@@ -165,8 +165,7 @@ def test_step_by_step_is_all_at_once(options):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_the_loss_is_that_of_numpy(arrays, smoothing):
-    rng = np.random.RandomState(0)
-    scores = rng.randn(4, 6, TARGET_VOCAB).astype("float32")
+    scores = np.random.RandomState(0).randn(4, 6, TARGET_VOCAB).astype("float32")
     _, (tokens, lengths) = pairs(4)
     expected = np.zeros(4)
     for n in range(4):

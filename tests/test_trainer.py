@@ -21,8 +21,7 @@ MORE_OPTIMIZERS = [("adadelta", {}), ("ftrl", {}), ("adamax", {}), ("ftml", {}),
 
 
 def test_it_is_a_gluon_trainer():
-    net = small_net(CTX)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.25})
+    trainer = mgpu.Trainer(small_net(CTX), "sgd", {"learning_rate": 0.25})
     assert isinstance(trainer, gluon.Trainer)
     assert (trainer.learning_rate, trainer.contexts) == (0.25, CTX)
     trainer.set_learning_rate(0.5)
@@ -244,8 +243,7 @@ def test_a_network_that_changes_under_its_trainer():
 
 
 def test_a_step_without_any_backward_is_refused():
-    net = small_net(CTX)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    trainer = mgpu.Trainer(small_net(CTX), "sgd", {"learning_rate": 0.1})
     with pytest.raises(StaleGradientError, match="0.weight, 0.bias"):
         trainer.step(1)
     trainer.step(1, ignore_stale_grad=True)  # nothing to do

@@ -104,23 +104,21 @@ def test_stages_train_what_one_device_trains(num_stages, micro_batches, schedule
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize(
-    "num_stages, micro_batches, num_replicas, recompute", [(2, 1, 2, False), (5, 4, 1, True), (3, 2, 2, True)]
-)
-def test_skip_connections_and_tied_weights(arrays, num_stages, micro_batches, num_replicas, recompute):
+@pytest.mark.parametrize("num_stages, micro_batches, replicas, recompute", [(2, 1, 2, False), (5, 4, 1, True), (3, 2, 2, True)])
+def test_skip_connections_and_tied_weights(arrays, num_stages, micro_batches, replicas, recompute):
     bounds = {"clip_norm": 0.5, "clip_value": 0.1}
     alone, expected = trained(seeded(Crossing()), **bounds)
     stages = mgpu.split_stages(seeded(Crossing()), num_stages, batches()[0][0], balance="bytes")
     readers = Counter(source for stage in stages for source in stage.sources)
     assert readers[-1, 0] == 2, "the input goes over several stages"
     assert num_stages < 5 or readers[1, 0] == 2, "two stages read the output of another"
-    model = mgpu.Pipeline(stages, contexts(num_stages, num_replicas), micro_batches, recompute=recompute)
+    model = mgpu.Pipeline(stages, contexts(num_stages, replicas), micro_batches, recompute=recompute)
     found, trainer = trained(model, **bounds)
     assert largest_difference(found, alone) < 1e-6
     assert float(trainer.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-5)
     tied = next(param for name, param in model._collect_params_with_prefix().items() if name == "first.weight")
     copies = [array.asnumpy() for array in tied.list_data()]
-    assert len(copies) >= num_replicas
+    assert len(copies) >= replicas
     assert all((copy == copies[0]).all() for copy in copies)
 
 

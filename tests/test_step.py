@@ -157,9 +157,7 @@ def time_major(devices):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("num_steps, num_examples", [(4, 6), (4, 4), (2, 4), (5, 1)])
 @pytest.mark.parametrize("loss", [gluon.loss.L2Loss, gluon.loss.L1Loss, gluon.loss.SoftmaxCrossEntropyLoss])
-def test_a_loss_over_another_axis_than_the_split_is_refused_on_any_number_of_devices(
-    devices, arrays, loss, num_steps, num_examples
-):
+def test_a_loss_over_another_axis_than_the_split_is_refused_on_any_devices(devices, arrays, loss, num_steps, num_examples):
     """np losses ignore batch_axis=1, as does a loss that was not told of it: one device divided by T, two raised."""
     net, trainer = time_major(devices)
     before = net.weight.data(devices[0]).asnumpy()

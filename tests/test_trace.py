@@ -13,10 +13,9 @@ from gluon_mgpu.loop.timeline import HOST, Timeline
 from gluon_mgpu.plots import plot_schedule, plot_trace
 from gluon_mgpu.runtime.engine_push import CPU, ON_WORKER, EngineContext, push
 from gluon_mgpu.runtime.profiler import Operation, Recording, operations_of, recordable_devices, task_mark
-from mxnet import gluon
 from mxnet.gluon import nn
 
-from .conftest import initialized, sequential
+from .conftest import LOSS, initialized, sequential
 
 MS = 1e-3
 
@@ -123,9 +122,7 @@ def train(trace, ctx, *, batches=20, epochs=1, sleep_s=0.0, compiled="auto", mis
         def __len__(self):
             return batches
 
-    mgpu.fit(
-        net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, Data(), epochs=epochs, callbacks=[], trace=trace, compiled=compiled
-    )
+    mgpu.fit(net, LOSS, trainer, Data(), epochs=epochs, callbacks=[], trace=trace, compiled=compiled)
     return [param.data(ctx[0]).asnumpy() for param in net.collect_params().values()]
 
 
@@ -242,7 +239,7 @@ def train_pipeline(trace, ctx, *, micro_batches=2, batches=12, rows=6, **options
     pipeline = initialized(mgpu.Pipeline(layers, ctx, micro_batches, **options))
     trainer = mgpu.Trainer(pipeline, "sgd", {"learning_rate": 0.1})
     data = [(np.ones((rows, 4), "float32"), np.zeros(rows, "float32"))] * batches
-    mgpu.fit(pipeline, gluon.loss.SoftmaxCrossEntropyLoss(), trainer, data, epochs=1, callbacks=[], trace=trace)
+    mgpu.fit(pipeline, LOSS, trainer, data, epochs=1, callbacks=[], trace=trace)
     return trainer
 
 

@@ -93,9 +93,8 @@ def train(options: SimpleNamespace) -> None:
 
 def _train(translator: Translator, corpus: Corpus, ctx: List[mx.Context], options: SimpleNamespace) -> History:
     """Train on the devices, and return the history."""
-    encoded = [
-        encode_pairs(one, translator.source_vocabulary, translator.target_vocabulary) for one in (corpus.train, corpus.valid)
-    ]
+    vocabularies = translator.source_vocabulary, translator.target_vocabulary
+    encoded = [encode_pairs(one, *vocabularies) for one in (corpus.train, corpus.valid)]
     batch_tokens = options.batch_tokens or _usual_batch_tokens(encoded)
     shards = options.virtual_shards or num_replicas(options, ctx) * this_process().num_processes
     train_iter, valid_iter = (

@@ -118,9 +118,7 @@ def _draw(found: Sequence[Sequence[TranslatedText]], picture: Optional[Path]) ->
     from ..plots import save
 
     picture.parent.mkdir(parents=True, exist_ok=True)
-    source, target = (
-        [token.strip(_SPACE) or _SPACE for token in tokens] for tokens in (first.source_tokens, first.target_tokens)
-    )
+    source, target = ([one.strip(_SPACE) or _SPACE for one in tokens] for tokens in (first.source_tokens, first.target_tokens))
     with warnings.catch_warnings(record=True) as caught:  # matplotlib warns of each letter that no font has, plot_attention once
         warnings.simplefilter("always")
         save(plot_attention(first.attention, source, target), picture)

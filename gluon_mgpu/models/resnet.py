@@ -67,9 +67,8 @@ def resnet18(num_classes: int) -> nn.HybridSequential:
     net.add(nn.Conv2D(64, kernel_size=3, strides=1, padding=1), nn.BatchNorm(), nn.Activation("relu"))
     for stage, num_channels in enumerate((64, 128, 256, 512)):
         blocks = nn.HybridSequential()
-        blocks.add(
-            Residual(num_channels, use_1x1conv=True, strides=2) if stage else Residual(num_channels), Residual(num_channels)
-        )
+        first = Residual(num_channels, use_1x1conv=True, strides=2) if stage else Residual(num_channels)
+        blocks.add(first, Residual(num_channels))
         net.add(blocks)
     net.add(nn.GlobalAvgPool2D(), nn.Dense(num_classes))
     return net

@@ -113,9 +113,7 @@ class Gradients:
     def _watch(self) -> None:
         """Find the parameters that have gradients now."""
         params, contexts_of = self._layout.params, self._layout.contexts_of
-        found = [
-            i for i, param in enumerate(params) if param.grad_req != "null" and len(param._grad or []) == len(contexts_of[i])
-        ]
+        found = [i for i, one in enumerate(params) if one.grad_req != "null" and len(one._grad or []) == len(contexts_of[i])]
         self._seen, self.version = list(map(_GRAD, params)), (MOVES.count, self._layout.version)
         self._reqs = [param.grad_req for param in params]
         self._entries = [(index, replica) for index in found for replica in range(len(contexts_of[index]))]

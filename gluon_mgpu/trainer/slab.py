@@ -219,9 +219,7 @@ def forget_graphs(placed: Set[int]) -> bool:
     of the process are searched, at the few times when parameters move.
     """
     # Entries are (is input, value), and in MXNet 2 (is input, name, value).
-    stale = [
-        block for block in _compiled_blocks() if any(not entry[0] and id(entry[-1]) in placed for entry in block._cached_op_args)
-    ]
+    stale = [one for one in _compiled_blocks() if any(not entry[0] and id(entry[-1]) in placed for entry in one._cached_op_args)]
     if stale:
         mx.nd.waitall()  # once: their operations must not be deleted while they run
     for block in stale:

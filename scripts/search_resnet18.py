@@ -39,17 +39,15 @@ def train(config: Dict[str, Any]) -> None:
         mgpu.fit(net, loss, trainer, train_iter, test_iter, epochs=config["epochs"], callbacks=callbacks, **options)
 
 
-@click.command()
-@click.option("--scheduler", type=click.Choice(["asha", "pbt"]), default="asha", show_default=True, help="Ray's scheduler.")
-@click.option("--trials", type=click.IntRange(1), default=20, show_default=True)
-@click.option("--epochs", type=click.IntRange(1), default=8, show_default=True, help="Of each trial, at most.")
-@click.option(
-    "--cpus", type=click.IntRange(1), default=1, show_default=True, help="Cores of each trial: CPU contexts if no GPUs."
-)
-@click.option("--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs of each trial.")
+@click.command(context_settings={"show_default": True})
+@click.option("--scheduler", type=click.Choice(["asha", "pbt"]), default="asha", help="Ray's scheduler.")
+@click.option("--trials", type=click.IntRange(1), default=20)
+@click.option("--epochs", type=click.IntRange(1), default=8, help="Of each trial, at most.")
+@click.option("--cpus", type=click.IntRange(1), default=1, help="Cores of each trial: CPU contexts if no GPUs.")
+@click.option("--gpus", type=click.IntRange(0), default=0, help="GPUs of each trial.")
 @click.option("--num-examples", type=click.IntRange(32), help="Train and test on the first so many images. By default on all.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the hyper-parameters.")
-@click.option("--output", type=click.Path(path_type=Path), default=Path("runs/search"), show_default=True)
+@click.option("--seed", type=int, default=0, help="Of the hyper-parameters.")
+@click.option("--output", type=click.Path(path_type=Path), default=Path("runs/search"))
 @click.option("--resume", is_flag=True, help="Continue the search in --output; the other options are those of its start.")
 def main(
     scheduler: str,

@@ -46,9 +46,7 @@ def test_the_extra_brings_every_library():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
     lines = config["options.extras_require"]["cu112"].split("\n")
-    found = [
-        re.fullmatch(r"nvidia-(\w[\w-]*)-cu11==([\d.]+); .*Linux.* and .*x86_64.*", line) for line in lines if "-cu11=" in line
-    ]
+    found = [re.fullmatch(r"nvidia-(\w[\w-]*)-cu11==([\d.]+); .*Linux.* and .*x86_64.*", one) for one in lines if "-cu11=" in one]
     wheels = dict(match.groups() for match in found)
     assert {name.replace("-", "_") for name in wheels} == PACKAGES
     assert wheels["cudnn"].startswith("8.")

@@ -369,9 +369,8 @@ TRANSLATORS = [
 
 
 def translator(kind="words", **options):
-    made = mgpu.models.Translator(
-        *(mgpu.data.build_vocabulary(side, kind) for side in WORDS), embed_size=8, hidden_size=8, **options
-    )
+    vocabularies = [mgpu.data.build_vocabulary(side, kind) for side in WORDS]
+    made = mgpu.models.Translator(*vocabularies, embed_size=8, hidden_size=8, **options)
     made.net.initialize(mx.init.Uniform(2.0), ctx=[mx.cpu(0)])
     return made
 

@@ -37,9 +37,7 @@ def logs(folder):
 
 
 def test_a_script_and_its_arguments(here):
-    result = invoke(
-        "-n", 2, "--servers", 1, "--log-dir", "logs", "--grace", 30, "train.py", "-n", 7, "--servers", "x", "--", "-y"
-    )
+    result = invoke("-n", 2, "--servers", 1, "--log-dir", "logs", "--grace", 9, "train.py", "-n", 7, "--servers", "x", "--", "-y")
     assert result.exit_code == 0, result.output
     told = [json.loads(text) for text in logs(here / "logs").values()]
     assert [one["GLUON_MGPU_RANK"] for one in told] == ["0", "1"]

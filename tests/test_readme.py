@@ -12,6 +12,7 @@ import pytest
 from gluon_mgpu.cli import main
 
 ROOT = Path(__file__).parent.parent
+OUTPUT = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "timeout": 240}
 READMES = ["README.md", "README.ko.md"]
 
 
@@ -94,9 +95,7 @@ def test_without_a_suitable_python_the_scripts_say_which(script, tmp_path):
     (tmp_path / "uname").write_text('#!/bin/sh\n[ "$1" = -s ] && echo Darwin || echo arm64\n')
     (tmp_path / "uname").chmod(0o755)
     environment = {**os.environ, "PYTHON": str(fake), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["sh", str(ROOT / "scripts" / script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240
-    )
+    done = subprocess.run(["sh", str(ROOT / "scripts" / script)], env=environment, **OUTPUT)
     assert done.returncode != 0
     assert "found no suitable Python; expected CPython 3.8, 3.9, 3.10, 3.11 or 3.12" in done.stdout.decode()
     assert "got Darwin arm64; tested on Linux x86_64" in done.stdout.decode()
@@ -106,8 +105,6 @@ def test_the_scripts_find_their_environment_ready(tmp_path):
     """A second call installs nothing: the environment that runs these tests was made by the script, or by hand."""
     if Path(sys.prefix) != ROOT / ".venv":
         pytest.skip("not run in the environment of scripts/test.sh")
-    done = subprocess.run(
-        ["sh", str(ROOT / "scripts" / "test.sh"), "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240
-    )
+    done = subprocess.run(["sh", str(ROOT / "scripts" / "test.sh"), "--version"], **OUTPUT)
     assert done.returncode == 0
     assert done.stdout.decode().startswith("pytest ")

@@ -10,12 +10,11 @@ import gluon_mgpu as mgpu
 import pytest
 
 ROOT = Path(__file__).parent.parent
+OUTPUT = {"capture_output": True, "text": True, "timeout": 240}
 
 
 def run_python(program, **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **environment}, capture_output=True, text=True, timeout=240
-    )
+    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, **environment}, **OUTPUT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -96,7 +95,5 @@ def test_ctrl_c_during_the_import_of_mxnet_ends_with_130(tmp_path):
     (tmp_path / "mxnet").mkdir()
     (tmp_path / "mxnet" / "__init__.py").write_text("raise KeyboardInterrupt")
     command = [sys.executable, "-m", "gluon_mgpu", "devices"]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, cwd=tmp_path
-    )
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, **OUTPUT)
     assert (done.returncode, done.stdout) == (130, "") and "Traceback" not in done.stderr, done

@@ -236,8 +236,7 @@ def _check_axes(groups: Any, graph: ExportGraph) -> None:
     if unknown:
         sizes = ", ".join(f"{name} {value.shape}" for name, value in graph.inputs.items())
         raise TrainerError(
-            f"export: got {short(unknown[0])} in dynamic_axes; expected lists of (input, axis), of {sizes}. Pass for example "
-            "[[('data', 0)]]."
+            f"export: got {short(unknown[0])} in dynamic_axes; expected lists of (input, axis), of {sizes}. Pass [[('data', 0)]]."
         )
 
 
@@ -245,8 +244,7 @@ def _check_place(path: Path, is_folder: bool) -> None:
     """Raise before any work unless the path names an ONNX file or a prefix."""
     if path.suffix not in ("", ".onnx"):
         raise TrainerError(
-            f"export: got path={str(path)!r} with the suffix {path.suffix!r}; expected .onnx, or none for a symbol prefix. "
-            "Rename it."
+            f"export: got path={str(path)!r} with the suffix {path.suffix!r}; expected .onnx, or none for a prefix. Rename it."
         )
     if is_folder or not path.name or (path.suffix and path.is_dir()):
         raise TrainerError(f"export: got path={str(path)!r}, which is a folder; expected a file. Pass a name in it.")

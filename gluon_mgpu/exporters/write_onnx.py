@@ -176,8 +176,7 @@ def open_axes(graph: ExportGraph, wanted: Optional[Sequence[Group]]) -> List[Opt
     found = [_shown(graph, one) for one in tried]
     if found == [None]:
         raise TrainerError(
-            f"export: got dynamic_axes={short(wanted)} for a network that takes one size along some of them; expected axes of "
-            "any size. Leave those out."
+            f"export: got dynamic_axes={short(wanted)}, of which the network fixes some; expected axes of any size. Drop those."
         )
     return found
 

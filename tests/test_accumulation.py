@@ -247,8 +247,15 @@ def test_micro_steps_may_use_other_parameters():
     with trainer.accumulate():
         for net.used, X in ((0, np.ones((2, 2))), (1, 2 * np.ones((1, 2)))):
             mgpu.train_batch(net, lambda out, y: out, trainer, X, X)
+    other = Branches()
+    other.initialize(mx.init.Zero(), ctx=CTX[:2])
+    apart = mgpu.LocalSGD(other, "sgd", every=2)
+    with apart.accumulate():
+        mgpu.train_batch(other, lambda out, y: out, apart, np.ones((2, 2)), np.ones((2, 2)))
     with pytest.raises(StaleGradientError, match="layers.2.weight"):
         trainer.flush()
+    with pytest.raises(StaleGradientError, match="layers.2.weight"):
+        apart.flush()
     trainer.flush(ignore_stale_grad=True)
     for context in CTX[:2]:
         got = [layer.weight.data(context).asnumpy()[0, 0] for layer in net.layers]

@@ -55,6 +55,8 @@ WRONG = {
     "no losses": lambda w: mgpu.backward([]),
     "a trainer of Gluon's": lambda w: mgpu.train_batch(w.net, LOSS, gluon.Trainer(w.net.collect_params(), "sgd"), X, Y),
     "a value to clip to that is none": lambda w: mgpu.Trainer(w.net, "sgd", clip_value="1"),
+    "data that are sharded perhaps": lambda w: mgpu.Trainer(w.net, "sgd", sharded_data="no"),
+    "unused parameters by name": lambda w: mgpu.Trainer(w.net, "sgd", find_unused_parameters=["weight"]),
     "devices apart for no step": lambda w: LocalSGD(w.net, "sgd", every=0),
     "a trained bias of frozen weights": lambda w: frozen_weight(w).step(6),
     "weights on other devices than the trainer's": lambda w: moved(w).step(6),

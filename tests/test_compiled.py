@@ -751,3 +751,19 @@ def test_executors_of_former_graphs_are_freed():
     step(X[:2], y[:2])
     gc.collect()
     assert former and all(one() is None for one in former)
+
+
+class MaybeWeighted(gluon.loss.Loss):
+    """Takes labels, or labels and their weights."""
+
+    def hybrid_forward(self, F, output, label):
+        y, weight = label if isinstance(label, (list, tuple)) else (label, 1)
+        return (output.reshape((-1,)) - y) ** 2 * weight
+
+
+def test_labels_of_another_nesting_have_another_graph():
+    net = nn.Dense(1, in_units=2, use_bias=False)
+    net.initialize(mx.init.One())
+    step = mgpu.compile_step(net, MaybeWeighted(None, 0), mgpu.Trainer(net, "sgd", {"learning_rate": 0.0}))
+    X, y, weight = mx.nd.ones((1, 2)), mx.nd.zeros((1,)), mx.nd.full((1,), 5)
+    assert [step(X, label).losses[0].asscalar() for label in (y, (y, weight), y)] == [4, 20, 4]

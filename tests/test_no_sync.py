@@ -3,6 +3,7 @@
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
+from gluon_mgpu.data_parallel.passes import forgetting_graphs
 from gluon_mgpu.loop.batch_loop import BatchLoop, EpochOptions
 from gluon_mgpu.loop.metric_sums import DeviceSums
 from gluon_mgpu.trainer.precision import can_compute_bf16
@@ -77,3 +78,14 @@ def test_an_epoch_waits_only_to_keep_the_queue_short(devices, waits, monkeypatch
     assert waits.count("MXNDArrayWaitToRead") == (8 - 3) * len(devices)
     assert waits.count("MXNDArrayWaitAll") == 1  # at the end, so that the last update counts
     assert waits.index("MXNDArrayWaitAll") == (8 - 3) * len(devices)
+
+
+def test_a_graph_is_forgotten_when_nothing_runs_it(waits, monkeypatch):
+    net = mx.gluon.nn.Dense(1, in_units=1)
+    net.initialize()
+    net.hybridize()
+    waited = []
+    monkeypatch.setattr(type(net), "_clear_cached_op", lambda block: waited.append(list(waits)))
+    with forgetting_graphs(net):
+        net(mx.nd.ones((1, 1)))
+    assert waited == [["MXNDArrayWaitAll"]]

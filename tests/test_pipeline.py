@@ -18,6 +18,7 @@ from gluon_mgpu.pipeline.stage import CutGraph
 from gluon_mgpu.runtime.device_threads import in_own_thread
 from gluon_mgpu.runtime.profiler import Recording, tasks_of
 from gluon_mgpu.trainer.precision import can_compute_bf16
+from gluon_mgpu.trainer.running_stats import StatsOfParts
 from hypothesis import given
 from hypothesis import strategies as st
 from mxnet import autograd
@@ -408,6 +409,13 @@ def test_running_statistics_move_by_the_mean_of_the_changes_of_all_parts(mean, w
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5 if mean == 0 else 2e-2)
 
 
+def test_statistics_are_taken_once_from_each_micro_batch(monkeypatch):
+    taken, take = [], StatsOfParts.take
+    monkeypatch.setattr(StatsOfParts, "take", lambda self, number: (taken.append(number), take(self, number))[1])
+    in_parts(normalized(), batches((8,)), "micro-batches")
+    assert taken == [2] * 4 * 2  # of two stages
+
+
 def moments(parts):
     return [part.mean(axis=0) for part in parts], [part.var(axis=0) for part in parts]
 
@@ -622,6 +630,11 @@ def test_layers_are_divided_by_bytes_and_by_time():
     seeded(net)
     by_bytes = mgpu.split_stages(net, 2, batches()[0][0], balance="bytes")
     assert [len(stage.block) for stage in by_bytes] == [2, 2]  # within the inner container
+    for register in (inner.register_forward_hook, inner.register_forward_pre_hook):
+        hook = register(lambda *_: None)
+        by_bytes = mgpu.split_stages(net, 2, batches()[0][0], balance="bytes")
+        assert sum(len(stage.block) for stage in by_bytes) == 3  # the hook is of the whole container
+        hook.detach()
     slow = nn.HybridSequential()
     slow.add(nn.Dense(1500, in_units=16), nn.Dense(1500, in_units=1500), nn.Dense(5, in_units=1500), nn.Dense(5, in_units=5))
     by_time = mgpu.split_stages(seeded(slow), 2, np.zeros((64, 16)))

@@ -301,6 +301,12 @@ def test_other_ways_to_sum_have_the_bits_of_an_update_on_every_device(change, op
         found.append(everywhere(net))
     assert_equal_bits(found[1], found[0])
     assert trainer._layout.is_sharded
+    if change is use_amp:  # without a scale in the losses, it changes nothing
+        net = small_net(cpus(3), normalize=True)
+        trainer = make_trainer(net, True, optimizer)
+        train(net, trainer)
+        train(net, trainer)
+        assert_equal_bits(everywhere(net), found[1])
 
 
 def test_optimizers_that_join_parameters_and_other_modes_update_on_every_device():

@@ -19,7 +19,7 @@ def test_a_batch_tells_what_came_of_it(micro_steps, shards, arrays):
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
     X, y = small_batches([7])[0]
     batch = mgpu.train_batch(net, LOSS, trainer, X, y, micro_steps=micro_steps)
-    assert batch.num_examples == 7
+    assert batch.num_examples == 7 and batch.plan is None
     assert [output.shape for output in batch.outputs] == [(size, 3) for size in shards]
     assert [loss.context for loss in batch.losses] == CTX * micro_steps
     np.testing.assert_array_equal(np.concatenate([label.asnumpy() for label in batch.labels]), y)

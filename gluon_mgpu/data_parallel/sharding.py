@@ -335,7 +335,7 @@ def _loads(
     return lambda leaf: [part(leaf, *place) for place in places]
 
 
-def count_examples(operation: str, data: Any, batch_axis: Any = 0) -> int:
+def count_examples(operation: str, data: Any, batch_axis: Any) -> int:
     """Return how many examples a batch holds; errors as of a split."""
     found = leaves_and_axes(data, batch_axis)
     sizes = [(path, _shape(operation, path, leaf, axis)[axis]) for path, leaf, axis in found]

@@ -93,7 +93,7 @@ class Gradients:
         No parameter changes now: in `train_batch`, after the forward pass.
     """
 
-    def __init__(self, layout: Layout, *, find_unused: bool = False) -> None:
+    def __init__(self, layout: Layout, *, find_unused: bool) -> None:
         self._layout = layout
         self.all_take_part = group() is not None
         self.has_counted = self.is_reached = self.is_settled = False

@@ -72,7 +72,7 @@ class Layout:
         The parameters are not parameters, not initialised, or not all on the same devices.
     """
 
-    def __init__(self, params: Params, bucket_bytes: int, *, shards_optimizer: bool = False) -> None:
+    def __init__(self, params: Params, bucket_bytes: int, *, shards_optimizer: bool) -> None:
         named = named_params(params)
         self.names = list(named)
         self.structural = isinstance(params, gluon.Block)

@@ -1,10 +1,12 @@
 """Callbacks of a run that trains a translator."""
 
+from types import SimpleNamespace
+
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
 from gluon_mgpu.data import PairLoader, SentencePairs, encode_pairs
-from gluon_mgpu.errors import TrainerError
+from gluon_mgpu.errors import StateError, TrainerError
 from gluon_mgpu.loop.batch_loop import EpochProgress
 from gluon_mgpu.loop.callbacks import FitState
 from gluon_mgpu.loop.history import History
@@ -65,6 +67,17 @@ def test_best_and_last_are_translators(tmp_path):
     assert said[2] != said[3]
     assert load_translator(tmp_path / "run" / "best").best(PAIRS.source) == said[2]
     assert load_translator(tmp_path / "run" / "last").best(PAIRS.source) == said[3]
+
+
+def test_a_run_with_other_vocabularies_is_not_resumed(tmp_path):
+    """Vocabularies of one size are told apart: the translator would go on with the numbers of other words."""
+    translator, other = made(), made()
+    translator.save(tmp_path / "run" / "last")
+    resumed = SimpleNamespace(folder=tmp_path / "run" / "last" / "checkpoint", training=None)
+    SaveTranslator(tmp_path / "again", translator).on_fit_begin(state_of(translator, [], resumed=resumed))
+    other.source_vocabulary, other.target_vocabulary = other.target_vocabulary, other.source_vocabulary
+    with pytest.raises(StateError, match="source.vocab"):
+        SaveTranslator(tmp_path / "again", other).on_fit_begin(state_of(other, [], resumed=resumed))
 
 
 @pytest.mark.parametrize("interrupted", [True, False])

@@ -125,7 +125,7 @@ def split_pairs(pairs: SentencePairs, sizes: Sequence[int], *, seed: int = 0) ->
     if any(free[:-1]):
         raise DataError(
             f"split_pairs: got pairs that share sentences, which leave {free[:-1]} of the sizes {wanted} unfilled; expected "
-            "parts that share none. Request smaller parts."
+            "parts that share none. Request smaller parts, or drop repeated sentences."
         )
     return [pairs.take(sorted(part)) for part in parts[:-1]]
 

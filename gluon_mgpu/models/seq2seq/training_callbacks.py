@@ -9,14 +9,15 @@ from typing import Any, Callable, Union
 from ...checkpoint.save_and_load import check_folder
 from ...checkpoint.snapshot import Snapshot
 from ...data import PairLoader, SentencePairs
-from ...errors import TrainerError
+from ...data.text.vocabulary import fingerprint
+from ...errors import StateError, TrainerError
 from ...loop.batch_loop import EpochProgress
 from ...loop.callbacks import Callback, FitState, Progress
 from ...loop.history import History
 from ...loop.save_checkpoints import Checkpoint
 from ...trainer.parameters import spans_devices
 from .translation_scores import translation_scores
-from .translator import PARTS, Translator
+from .translator import PARTS, SIDES, Translator
 
 
 class ValidateTranslations(Callback):
@@ -98,6 +99,18 @@ class SaveTranslator(Checkpoint):
     def __init__(self, folder: Union[str, Path], translator: Translator, monitor: str = "valid_loss", **options: Any) -> None:
         super().__init__(folder, monitor, **options)
         self._translator = translator
+
+    def on_fit_begin(self, state: FitState) -> None:
+        """Raise `StateError` if the run that is resumed has learnt other vocabularies of the same size."""
+        now = self._translator.source_vocabulary, self._translator.target_vocabulary
+        for side, vocabulary in zip(SIDES, now) if state.resumed is not None else ():
+            path = state.resumed.folder.parent / f"{side}.vocab"  # type: ignore[union-attr]
+            if path.is_file() and fingerprint(path.read_bytes()) != vocabulary.config()["fingerprint"]:
+                raise StateError(
+                    f"SaveTranslator: got another vocabulary than {path}; expected that of the run to resume. Pass its text, "
+                    "direction, seed and number of held-out pairs."
+                )
+        super().on_fit_begin(state)
 
     def _writing(self, snapshot: Snapshot) -> Callable[[Path], None]:
         return lambda folder: self._translator.write(folder, snapshot)

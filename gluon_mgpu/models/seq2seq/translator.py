@@ -31,9 +31,9 @@ PathLike = Union[str, Path]
 
 CONFIG_FILE = "model.json"
 BEAM_SIZE = 5  # of translations, if no score of a validation has chosen another
-_SIDES = ("source", "target")
+SIDES = ("source", "target")
 _ADVICE = "Use another folder"
-_OWN_FILES = (CONFIG_FILE, *(f"{side}.vocab" for side in _SIDES))
+_OWN_FILES = (CONFIG_FILE, *(f"{side}.vocab" for side in SIDES))
 PARTS = (*_OWN_FILES, INNER)  # of the folder of a translator
 TRANSLATOR_FILES = (*_OWN_FILES, *(f"{INNER}/{name}" for name in FILES))
 
@@ -251,11 +251,11 @@ def load_translator(folder: PathLike, ctx: Union[None, Context, Sequence[Context
     content = content_of(files.inner(INNER), with_training=False)
     try:
         config = json.loads(files.contents[CONFIG_FILE])
-        options, known = config["network"], [config[f"{side}_vocabulary"] for side in _SIDES]
+        options, known = config["network"], [config[f"{side}_vocabulary"] for side in SIDES]
         num_layers = int(options.get("num_layers", 1))
         if num_layers > len(content.params):  # so many are made before they are compared
             raise ValueError(f"{num_layers} layers of {len(content.params)} arrays")
-        vocabularies = [_read_vocabulary(files, side, one["fingerprint"]) for side, one in zip(_SIDES, known)]
+        vocabularies = [_read_vocabulary(files, side, one["fingerprint"]) for side, one in zip(SIDES, known)]
         translator = Translator(*vocabularies, **options)
         translator.beam_size, translator.length_ratio = config.get("beam_size"), config.get("length_ratio")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:

@@ -284,8 +284,7 @@ def predict_tiny(monkeypatch, data_dir, output, *options):
         calls.append(loader)
         return np.split(np.stack([1 - loader.y, loader.y], axis=1).astype("float32"), 2)
 
-    monkeypatch.setattr("gluon_mgpu.models.resnet18", tiny_network)
-    monkeypatch.setattr("gluon_mgpu.checkpoint.save_and_load.load_checkpoint", lambda folder, net: None)
+    monkeypatch.setattr("gluon_mgpu.cli.export.classifier", lambda operation, folder, ctx: (tiny_network(2), None))
     monkeypatch.setattr("gluon_mgpu.loop.predict.predict_batches", scores)
     arguments = ["--devices", "cpu*1", "--data-dir", data_dir, "--output", output, *options]
     return invoke("predict", "resnet18", *arguments), calls
@@ -300,6 +299,31 @@ def test_predict_takes_the_test_images_of_its_seed(monkeypatch, data_dir, tmp_pa
     np.testing.assert_array_equal(loader.X, images.test_images)
     with open(output, newline="") as file:
         assert [int(row["label"]) for row in csv.DictReader(file)] == images.test_labels.tolist()
+
+
+@pytest.mark.parametrize("num_classes", [1, 2, 4])
+def test_predict_knows_the_classes_of_the_network(data_dir, tmp_path, num_classes):
+    """The images need not show all of them, and must not show others."""
+    net = mgpu.models.resnet18(num_classes)
+    net.initialize()
+    net(mx.nd.ones((1, 1, 8, 8)))
+    mgpu.save_checkpoint(tmp_path / "run", net)
+    data = ["--data-dir", data_dir, "--devices", "cpu*1", "--output", tmp_path / "found.csv"]
+    result = invoke("predict", "resnet18", "--checkpoint", tmp_path / "run", *data)
+    assert result.exit_code == (num_classes == 1), result.output
+    assert ("got the label 1" if num_classes == 1 else "of 8 classes as labelled") in result.output
+
+
+def test_an_assignment_that_ctrl_c_interrupts_ends_the_command_with_130(monkeypatch):
+    def assigned(*args, **options):
+        try:
+            raise KeyboardInterrupt
+        except BaseException as error:
+            raise TypeError("does not support assignment") from error  # as MXNet's NDArray does
+
+    monkeypatch.setattr("gluon_mgpu.cli.explain.explain_message", assigned)
+    result = invoke("explain", "word")
+    assert (result.exit_code, result.output) == (130, "\nInterrupted.\n")
 
 
 def test_ctrl_c_saves_and_ends_with_130(tiny, data_dir, tmp_path, pressed):

@@ -47,7 +47,8 @@ def export(run: Path, onnx: Optional[Path], symbol: Optional[Path], check: bool,
             )
         click.echo(str(export_network(load_translator(folder, mx.cpu()), onnx, **options)))
         return
-    net, sample = _classifier(folder)
+    net, shape = classifier("export", folder, mx.cpu())
+    sample = np.random.RandomState(0).uniform(0, 1, (2, *shape)).astype("float32")
     if onnx is not None:
         if onnx.suffix != ".onnx":
             raise click.UsageError(f"got --onnx {onnx}; expected a file with the suffix .onnx. Rename it.")
@@ -56,8 +57,8 @@ def export(run: Path, onnx: Optional[Path], symbol: Optional[Path], check: bool,
         click.echo(str(export_network(net, symbol, sample, **options)))
 
 
-def _classifier(folder: Path) -> Tuple[gluon.Block, np.ndarray]:
-    """Return the network of a checkpoint of train resnet18, and images of its number of channels."""
+def classifier(operation: str, folder: Path, ctx: Any) -> Tuple[gluon.Block, Tuple[int, int, int]]:
+    """Return the network of a checkpoint of train resnet18, and the shape of an image that it takes."""
     from ..checkpoint.save_and_load import check_parameters, set_parameters
     from ..checkpoint.snapshot import PARAMS, read_content
     from ..models import resnet18
@@ -67,11 +68,11 @@ def _classifier(folder: Path) -> Tuple[gluon.Block, np.ndarray]:
     first, last = shapes[0], shapes[-1]
     if len(first) != 4 or len(last) != 1:
         raise StateError(
-            f"export: got {folder}, whose {PARAMS} holds another network than ResNet-18; expected a folder of train resnet18 or "
+            f"{operation}: got {folder}, whose {PARAMS} holds another network than ResNet-18; expected one of train resnet18 or "
             "train seq2seq. Build the network in Python, and call load_checkpoint and gluon_mgpu.export."
         )
     net = resnet18(last[0])
     check_parameters(content, net)
-    net.initialize()
+    net.initialize(ctx=ctx)
     set_parameters(content, net)
-    return net, np.random.RandomState(0).uniform(0, 1, (2, first[1], 28, 28)).astype("float32")
+    return net, (first[1], 28, 28)

@@ -45,6 +45,9 @@ class CommandGroup(click.Group):
                 click.echo(f"{end.title}. {end}", err=True)
             raise
         except Exception as error:
+            if isinstance(error.__context__, KeyboardInterrupt):  # an assignment of MXNet's has turned it into a TypeError
+                click.echo("\nInterrupted.", err=True)
+                sys.exit(130)
             is_ours = type(error).__module__.startswith("gluon_mgpu.")
             if is_ours or isinstance(error, OSError) or type(error).__name__ == "MXNetError":
                 told = errors.one_line(str(error)) + _hint(error)

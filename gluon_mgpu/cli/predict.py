@@ -9,6 +9,7 @@ from typing import Any, List, Optional
 import click
 import numpy as np
 
+from ..errors import DataError
 from ._options import FILE, FOLDER, best_of, count, devices_option, image_options, seed_option
 from ._output import showing
 
@@ -39,22 +40,24 @@ def predict_resnet18(
     checkpoint: Path, data: str, data_dir: Optional[Path], seed: int, batch_size: int, output: Path, **choice: Any
 ) -> None:
     """Write the classes of the test images to a file, in their order."""
-    from ..checkpoint.save_and_load import load_checkpoint
     from ..data import ArrayLoader
     from ..devices.select import use_devices
     from ..loop.predict import predict_batches
-    from ..models import resnet18
     from ..runtime.new_files import new_file
+    from .export import classifier
     from .train_resnet18 import load_images
 
     images = load_images(data, data_dir, seed)
     output.parent.mkdir(parents=True, exist_ok=True)  # raises before the prediction if it cannot be created
     scores: List[np.ndarray] = []
     with use_devices(**choice) as ctx, showing("reading the network") as show:
-        net = resnet18(images.num_classes)
-        net.initialize(ctx=ctx)
         folder = best_of(checkpoint)
-        load_checkpoint(folder, net)
+        net, _ = classifier("predict", folder, ctx)
+        if images.num_classes > net[-1].weight.shape[0]:  # fewer: not every class must be among the images
+            raise DataError(
+                f"predict: got the label {images.num_classes - 1} and a network of {net[-1].weight.shape[0]} classes, {folder}; "
+                "expected its classes. Check --data-dir."
+            )
         net.hybridize(static_alloc=True, static_shape=True)
         loader = ArrayLoader(images.test_images, images.test_labels, batch_size)
         for batch in predict_batches(net, loader, pairs=True, max_inflight=2):  # Ctrl-C waits for those

@@ -54,8 +54,8 @@ _checkpoint_every = count(
 _resume = click.option(
     "--resume",
     metavar="auto|FOLDER",
-    help="Resume from a checkpoint, with the same network and data; --epochs and --lr may change: auto, the latest good one "
-    "in --output, or the beginning if there is none; or its folder. The learning rate follows the new schedule.",
+    help="Resume from a checkpoint, with the same network, data and seed; --epochs and --lr may change: auto, the latest good "
+    "one in --output, or the beginning if there is none; or its folder. The learning rate follows the new schedule.",
 )
 _limit_batches = count(
     "--limit-batches", help="Train on and evaluate only the first so many batches of each epoch, for a quick try."

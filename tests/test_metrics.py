@@ -169,8 +169,9 @@ def test_labels_of_one_column_are_labels():
     assert [float(mgpu.top_k_accuracy(k)(scores, labels)[0].asnumpy()[0]) for k in (1, 2)] == [1.0, 3.0]
 
 
-def test_sums_go_on_after_shards_were_joined_and_after_they_were_read():
-    """Up to 64 shards wait to be joined: 150 make two full groups and a rest, and reading in between adds them up as well."""
+def test_sums_go_on_after_shards_were_joined_and_after_they_were_read(monkeypatch):
+    """Of 64 shards that wait to be joined, 150 make two full groups and a rest. Reading in between adds them up as well."""
+    monkeypatch.setattr("gluon_mgpu.loop.metric_sums._MOST_SHARDS", 64)
     sums = mgpu.loop.DeviceSums([mgpu.accuracy])
     correct = np.random.RandomState(0).randint(0, 2, 150)
     for number, is_correct in enumerate(correct, 1):

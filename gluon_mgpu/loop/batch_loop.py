@@ -19,7 +19,7 @@ from .metric_sums import DeviceSums
 from .stop_signals import StopVote
 
 REPORT_S = 0.5
-REPORT_BATCHES = 64
+REPORT_BATCHES = 256
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class EpochOptions:
     check_finite : bool
         Raise when the loss is NaN or infinite.
     on_report : callable (EpochProgress)
-        Called every half second or 64 batches, and at the end.
+        Called every half second or 256 batches, and at the end.
     on_batch : callable () -> None
         Called after each batch has been queued.
     stop_signal : callable () -> int, optional

@@ -92,7 +92,7 @@ class Callback:
         """Several times per batch, when a phase begins: see `EpochOptions`. Keep it as short as possible."""
 
     def on_report(self, state: FitState, progress: EpochProgress) -> None:
-        """Every half second or 64 batches while training, when the sums have been read."""
+        """Every half second or 256 batches while training, when the sums have been read."""
 
     def on_test_begin(self, state: FitState) -> None:
         """Before an evaluation, after an epoch or within it."""

@@ -30,7 +30,7 @@ _OPTIONS = EpochOptions("evaluate", max_inflight=8)
 def evaluate_accuracy_gpus(net: gluon.Block, data_iter: Iterable[Any], split_f: SplitFunction = split_batch) -> float:
     """Return the accuracy of a network on a data set, computed on all its devices.
 
-    d2l's function, with the same result. It adds up on the devices and reads every 64 batches; d2l's reads every shard of each.
+    d2l's function, with the same result. It adds up on the devices and reads every 256 batches; d2l's reads every shard of each.
     Running statistics that a pass without a step has moved, and the weights of a `LocalSGD`, are first made equal on all devices.
 
     Parameters

@@ -18,7 +18,7 @@ from ..errors import TrainerError
 from ..nested import Array, is_device_array, joinable
 from .metrics import Metric, Metrics, named_metrics, total_of
 
-_MOST_SHARDS = 64
+_MOST_SHARDS = 256
 _MOST_BYTES = 2**23  # device memory of the shards of one place that wait to be joined
 
 Place = Union[Context, int, None]  # a device, a virtual shard, or a whole process
@@ -48,8 +48,8 @@ class Held:
 class DeviceSums:
     """Adds up metrics, each on the device where its shards are, and reads them once.
 
-    Sums are in float64, so that rounding depends neither on the number of devices nor on the number of examples. Up to 64 shards
-    are joined before a metric is computed: a few operations per 64 shards instead of ten per shard.
+    Sums are in float64, so that rounding depends neither on the number of devices nor on the number of examples. Up to 256 shards
+    are joined before a metric is computed: a few operations per 256 shards instead of ten per shard.
 
     Parameters
     ----------

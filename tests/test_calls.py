@@ -1,6 +1,7 @@
 """Contract: a step makes few Python calls, which grow with the devices and not with the parameters. Noise cannot change them."""
 
 import sys
+from weakref import WeakValueDictionary
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -20,7 +21,7 @@ RECORDED = (100, 30)  # more than Gluon's own split, forward and backward
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """Without the trainers of other tests, which each pass tells what it has written, and their synchronised layers."""
-    monkeypatch.setattr("gluon_mgpu.trainer.gradients._all", {})
+    monkeypatch.setattr("gluon_mgpu.trainer.gradients._all", WeakValueDictionary())
     monkeypatch.setattr("gluon_mgpu.data_parallel.batchnorm.SyncBatchNorm.was_made", False)
 
 

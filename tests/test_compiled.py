@@ -767,3 +767,22 @@ def test_labels_of_another_nesting_have_another_graph():
     step = mgpu.compile_step(net, MaybeWeighted(None, 0), mgpu.Trainer(net, "sgd", {"learning_rate": 0.0}))
     X, y, weight = mx.nd.ones((1, 2)), mx.nd.zeros((1,)), mx.nd.full((1,), 5)
     assert [step(X, label).losses[0].asscalar() for label in (y, (y, weight), y)] == [4, 20, 4]
+
+
+class Summed(gluon.HybridBlock):
+    """Takes an array, or a pair."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(1, in_units=2)
+
+    def hybrid_forward(self, F, x):
+        return self.layer(x[0] + x[1] if isinstance(x, (list, tuple)) else x)
+
+
+def test_data_of_another_nesting_do_not_get_the_first_graph():
+    """Gluon keeps the graph of a network's first call."""
+    net, X = Summed(), mx.nd.ones((1, 2))
+    net.initialize()
+    with pytest.raises(TrainerError, match="another nesting"):
+        mgpu.predict(net, [X, (X, X)], compiled="on")

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from weakref import WeakValueDictionary
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -292,7 +293,7 @@ def test_flags_look_as_mxnet_has_set_them():
 
 def test_gradients_older_than_a_pass_without_data_do_not_count(monkeypatch):
     """A process of several that gets no part of a batch makes no pass: its gradients are of the batch before."""
-    monkeypatch.setattr(gradients, "_all", {})  # no trainers of other tests
+    monkeypatch.setattr(gradients, "_all", WeakValueDictionary())  # no trainers of other tests
     net, trainer = world()
     mgpu.backward(losses_of(net, data(1, 6), CPU))
     empty_pass()
@@ -495,7 +496,7 @@ def test_parts_of_a_batch_leave_another_trainer_only_the_last_ones_gradients(par
 
 
 def test_a_gradient_is_used_once_by_trainers_that_share_it(monkeypatch):
-    monkeypatch.setattr(gradients, "_all", {})  # no trainers of other tests
+    monkeypatch.setattr(gradients, "_all", WeakValueDictionary())  # no trainers of other tests
     net = dense(CPU)
     first = mgpu.Trainer(net, *MOMENTUM)
     mgpu.backward(losses_of(net, data(1, 6), CPU))

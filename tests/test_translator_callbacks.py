@@ -1,7 +1,5 @@
 """Callbacks of a run that trains a translator."""
 
-from types import SimpleNamespace
-
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
@@ -73,11 +71,10 @@ def test_a_run_with_other_vocabularies_is_not_resumed(tmp_path):
     """Vocabularies of one size are told apart: the translator would go on with the numbers of other words."""
     translator, other = made(), made()
     translator.save(tmp_path / "run" / "last")
-    resumed = SimpleNamespace(folder=tmp_path / "run" / "last" / "checkpoint", training=None)
-    SaveTranslator(tmp_path / "again", translator).on_fit_begin(state_of(translator, [], resumed=resumed))
+    SaveTranslator(tmp_path / "again", translator).check_resumable(tmp_path / "run" / "last" / "checkpoint")
     other.source_vocabulary, other.target_vocabulary = other.target_vocabulary, other.source_vocabulary
     with pytest.raises(StateError, match="source.vocab"):
-        SaveTranslator(tmp_path / "again", other).on_fit_begin(state_of(other, [], resumed=resumed))
+        SaveTranslator(tmp_path / "again", other).check_resumable(tmp_path / "run" / "last" / "checkpoint")
 
 
 @pytest.mark.parametrize("interrupted", [True, False])

@@ -107,9 +107,12 @@ class CheckpointRotation:
             self._put(write, step, is_best)
             return
         # Not a daemon thread: the program waits for it at its exit.
-        written = threading.Event()
-        threading.Thread(target=self._try, args=(written, write, step, is_best), name="gluon_mgpu checkpoint").start()
-        self._written = written
+        self._written = written = threading.Event()  # before the thread runs: Ctrl-C may interrupt its start
+        try:
+            threading.Thread(target=self._try, args=(written, write, step, is_best), name="gluon_mgpu checkpoint").start()
+        except RuntimeError:  # it cannot run
+            written.set()
+            raise
 
     def wait(self) -> None:
         """Wait until the last `put` is written, also if Ctrl-C interrupts that once, and raise its error."""

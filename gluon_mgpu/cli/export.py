@@ -68,8 +68,8 @@ def classifier(operation: str, folder: Path, ctx: Any) -> Tuple[gluon.Block, Tup
     first, last = shapes[0], shapes[-1]
     if len(first) != 4 or len(last) != 1:
         raise StateError(
-            f"{operation}: got {folder}, whose {PARAMS} holds another network than ResNet-18; expected one of train resnet18 or "
-            "train seq2seq. Build the network in Python, and call load_checkpoint and gluon_mgpu.export."
+            f"{operation}: got {folder}, whose {PARAMS} holds another network than ResNet-18; expected a folder of train "
+            "resnet18. In Python, build the network and call load_checkpoint, for gluon_mgpu.predict and gluon_mgpu.export."
         )
     net = resnet18(last[0])
     check_parameters(content, net)

@@ -45,7 +45,7 @@ class CommandGroup(click.Group):
                 click.echo(f"{end.title}. {end}", err=True)
             raise
         except Exception as error:
-            if isinstance(error.__context__, KeyboardInterrupt):  # an assignment of MXNet's has turned it into a TypeError
+            if isinstance(error, TypeError) and isinstance(error.__context__, KeyboardInterrupt):  # MXNet's assignments
                 click.echo("\nInterrupted.", err=True)
                 sys.exit(130)
             is_ours = type(error).__module__.startswith("gluon_mgpu.")

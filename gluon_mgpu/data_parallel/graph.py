@@ -128,6 +128,8 @@ def own_method(block: gluon.Block) -> str:
 
 def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: bool) -> Graph:
     data, out = net._get_graph(*arguments)
+    if not is_legacy and _flatten(arguments, "input")[1] != net._in_format:  # the graph is Gluon's, kept from another call
+        raise NotCompilableError("it was called with arguments of another nesting before")
     heads = list(out.as_nd_ndarray())  # MXNet cannot iterate over np symbols
     names = [symbol.name for symbol in data]
     symbol = heads

@@ -78,11 +78,11 @@ class Group:
     def broadcast(self, arrays: Sequence[Array]) -> None:
         """Set floating-point arrays to those of process 0, in place. Waits for all processes."""
         classic = [array.as_nd_ndarray() for array in arrays]
-        numbers = np.concatenate([np.zeros(0, np.float32), *(array.asnumpy().reshape(-1) for array in classic)])
+        numbers = np.concatenate([np.zeros(1, np.float32), *(array.asnumpy().reshape(-1) for array in classic)])
         together = mx.nd.array(np.zeros_like(numbers) if self.process.rank else numbers, dtype=numbers.dtype)
         self.backend.all_reduce([together]).run(0)  # with zeros, which is exact
         ends = np.cumsum([array.size for array in classic])
-        for array, own in zip(classic, np.split(together.asnumpy(), ends)):
+        for array, own in zip(classic, np.split(together.asnumpy()[1:], ends)):
             # through a copy: a weight may be in oneDNN's own layout, into which NumPy cannot write
             mx.nd.array(own.reshape(array.shape), ctx=array.context, dtype=array.dtype).copyto(array)
 

@@ -258,7 +258,10 @@ def _read_checkpoint(
         if saving is not None and saving.folder.is_dir():
             held.callback(saving.release)
             saving.hold()
-        return find_resumable(resume, None if saving is None else saving.folder, net, trainer, train_iter)
+        found = find_resumable(resume, None if saving is None else saving.folder, net, trainer, train_iter)
+        if found is not None and saving is not None:
+            saving.check_resumable(found.content.folder)
+        return found
 
 
 def _end_callbacks(callbacks: Sequence[Callback], state: FitState) -> None:

@@ -94,6 +94,9 @@ class Checkpoint(Callback):
         """Wait until the latest checkpoint is written, and raise its error."""
         self._rotation.wait()
 
+    def check_resumable(self, folder: Path) -> None:
+        """Raise `StateError` unless a checkpoint, which fits network and trainer, belongs to what this callback saves."""
+
     def on_fit_begin(self, state: FitState) -> None:
         self._has_best = self._monitor is not None and (self._monitor != "auto" or state.tests)
         if self._has_best:

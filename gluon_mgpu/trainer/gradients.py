@@ -105,7 +105,7 @@ class Gradients:
         self._parts: Set[int] = set()  # parameters that a batch of another trainer has written part by part
         self._is_lost = self._is_behind = False  # see above
         self._watch()
-        for one in list(_all.values()):  # whose steps may be of the same parameters
+        for one in _alive():  # whose steps may be of the same parameters
             one._is_full = False
             self._is_behind = self._is_behind or (one._is_behind and one.shares(self))
         _all[id(self)] = self
@@ -561,6 +561,11 @@ def _add(one: Array, other: Array, out: Array) -> None:
         mx.nd.elemwise_add(one, other).copyto(out)
 
 
+def _alive() -> List[Gradients]:
+    """Return the gradients of all trainers. Another thread may make one meanwhile."""
+    return [one for one in [reference() for reference in _all.valuerefs()] if one is not None]
+
+
 def idle_devices() -> FrozenSet[Context]:
     """Return the devices that the latest split left without a shard."""
     return _now.idle
@@ -568,7 +573,7 @@ def idle_devices() -> FrozenSet[Context]:
 
 def note_split(idle: FrozenSet[Context], divided: int) -> None:
     """Note a split: see `_Now`. Until a pass of ours comes, the gradients of its idle devices are of another batch."""
-    for one in list(_all.values()) if _now.idle else ():
+    for one in _alive() if _now.idle else ():
         one.note_idle()
     _now.idle, _now.divided = idle, divided
 
@@ -600,7 +605,7 @@ def one_pass(own: Optional[Gradients] = None) -> Iterator[None]:
         if _now.is_inside:
             yield
             return
-        watching = sorted(_all.values(), key=partial(is_not, own))  # the own ones drop gradients of parameters that others share
+        watching = sorted(_alive(), key=partial(is_not, own))  # the own ones drop gradients of parameters that others share
         before = [one.begin_pass(own) for one in watching]
         _now.is_inside, _now.idle = True, frozenset()
         try:
@@ -616,14 +621,14 @@ def empty_pass(own: Optional[Gradients] = None) -> None:
     """Note a pass without data in this process of several, for a step with the `own` gradients if given."""
     with _lock:
         _now.idle = frozenset()
-        watching = list(_all.values())
+        watching = _alive()
         for one in watching:
             one.end_empty_pass(own, has_others=not all(one.shares(other) for other in watching))
 
 
 def note_parts(own: Gradients) -> None:
     """Note that the latest pass was a part of a batch, of which the `own` gradients hold the sum, and others the last part."""
-    for one in list(_all.values()):
+    for one in _alive():
         if one is not own:
             one.drop_parts(own)
 
@@ -636,7 +641,7 @@ def note_written(params: Mapping[int, gluon.Parameter], contexts: Sequence[Conte
     with _lock:
         if not _now.is_inside:
             _now.idle = frozenset()
-        for one in sorted(_all.values(), key=partial(is_not, own)):
+        for one in sorted(_alive(), key=partial(is_not, own)):
             one.mark(params, contexts, own, joins=_now.is_inside)
 
 

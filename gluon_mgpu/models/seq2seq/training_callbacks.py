@@ -100,17 +100,16 @@ class SaveTranslator(Checkpoint):
         super().__init__(folder, monitor, **options)
         self._translator = translator
 
-    def on_fit_begin(self, state: FitState) -> None:
-        """Raise `StateError` if the run that is resumed has learnt other vocabularies of the same size."""
+    def check_resumable(self, folder: Path) -> None:
+        """Raise `StateError` if the run has learnt other vocabularies of the same size."""
         now = self._translator.source_vocabulary, self._translator.target_vocabulary
-        for side, vocabulary in zip(SIDES, now) if state.resumed is not None else ():
-            path = state.resumed.folder.parent / f"{side}.vocab"  # type: ignore[union-attr]
+        for side, vocabulary in zip(SIDES, now):
+            path = folder.parent / f"{side}.vocab"
             if path.is_file() and fingerprint(path.read_bytes()) != vocabulary.config()["fingerprint"]:
                 raise StateError(
                     f"SaveTranslator: got another vocabulary than {path}; expected that of the run to resume. Pass its text, "
                     "direction, seed and number of held-out pairs."
                 )
-        super().on_fit_begin(state)
 
     def _writing(self, snapshot: Snapshot) -> Callable[[Path], None]:
         return lambda folder: self._translator.write(folder, snapshot)

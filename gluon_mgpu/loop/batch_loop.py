@@ -18,8 +18,7 @@ from ..nested import Array, is_device_array
 from .metric_sums import DeviceSums
 from .stop_signals import StopVote
 
-REPORT_S = 0.5
-REPORT_BATCHES = 256
+REPORT_S, REPORT_BATCHES = 0.5, 256
 
 
 @dataclass(frozen=True)
@@ -237,8 +236,9 @@ class BatchLoop:
             return read()
         except mx.MXNetError as error:
             where = f"a device around step {steps[0][0] if steps else 0}"
-            advice = "Weights may be half updated: load the last checkpoint. "
-            raise device_error(self._options.operation, where, error, advice) from error
+            raise device_error(
+                self._options.operation, where, error, "Weights may be half updated: load a checkpoint. "
+            ) from error
 
 
 _WRONG_DATA = "; expected data that the network and the loss take. Try them on one batch."

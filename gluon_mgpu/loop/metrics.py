@@ -120,24 +120,22 @@ def metrics_for(metrics: Union[str, Metrics], loss: Any) -> Metrics:
 
     Examples
     --------
-    >>> [metrics_for("auto", one) for one in (gluon.loss.L2Loss(), gluon.loss.SoftmaxCELoss(axis=1))] == [[], [accuracy]]
-    True
+    >>> [list(metrics_for("auto", loss)) for loss in (gluon.loss.L2Loss(), gluon.loss.SoftmaxCELoss())]
+    [[], ['accuracy']]
     """
     if not isinstance(metrics, str) or metrics != "auto":
         return metrics  # type: ignore[return-value]  # named_metrics rejects other texts
     kind = next((kind for kind in type(loss).__mro__ if kind.__module__ == gluon.loss.__name__), gluon.loss.Loss)
-    has_classes = kind is gluon.loss.Loss or (issubclass(kind, gluon.loss.SoftmaxCELoss) and loss._sparse_label)
-    axis = loss._axis if issubclass(kind, gluon.loss.SoftmaxCELoss) else 1
-    if not has_classes or axis == 1:
-        return [accuracy] if has_classes else []
-    along = partial(_accuracy_along, axis)
+    if not issubclass(kind, gluon.loss.SoftmaxCELoss):
+        return [accuracy] if kind is gluon.loss.Loss else []
+    along = partial(_accuracy_along, loss._axis)
     along.joins_shards = True  # type: ignore[attr-defined]
-    return {"accuracy": along}
+    return {"accuracy": along} if loss._sparse_label else []
 
 
 def _accuracy_along(axis: int, output: Any, label: Any) -> MetricSum:
-    """Return `accuracy` of scores with the classes along another axis."""
-    if is_device_array(output) and len(output.shape) > 2:
+    """Return `accuracy` of scores with the classes along this axis."""
+    if is_device_array(output) and len(output.shape) > 2 and axis != 1:
         order = list(range(len(output.shape)))
         order.insert(1, order.pop(axis))
         output = output.transpose(order)

@@ -236,7 +236,7 @@ class BatchLoop:
             return read()
         except mx.MXNetError as error:
             where = f"a device around step {steps[0][0] if steps else 0}"
-            raise device_error(self._options.operation, where, error, "Weights may be half new: load a checkpoint. ") from error
+            raise device_error(self._options.operation, where, error, "Weights may be half updated: reload them. ") from error
 
 
 _WRONG_DATA = "; expected data that the network and the loss take. Try them on one batch."

@@ -186,7 +186,7 @@ def test_a_network_for_one_batch_size(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "gluon_mgpu"):
         exported = mgpu.export(Fixed(), tmp_path / "net.onnx", np.zeros((2, 3), "float32"))
     assert exported.inputs == {"data": (2, 3)} and "fixed sizes" in caplog.text
-    for axes in ([[("data", 0)]], [[("data", 1)], [("data", 0)]]):
+    for axes in ([[("data", 0)]], [[("data", 1)], [("data", 0)]], [[]]):
         with pytest.raises(TrainerError, match="dynamic_axes"):
             mgpu.export(Fixed(), tmp_path / "axes.onnx", np.zeros((2, 3), "float32"), dynamic_axes=axes)
 

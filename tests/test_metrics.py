@@ -5,7 +5,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import TrainerError
-from gluon_mgpu.loop.metrics import named_metrics
+from gluon_mgpu.loop.metrics import metrics_for, named_metrics
 from mxnet import gluon
 from mxnet.gluon import nn
 
@@ -228,6 +228,8 @@ def test_classes_are_where_the_loss_takes_them(steps):
     net.weight.set_data(mx.nd.array(np.eye(3)))
     labels = np.arange(2 * steps).reshape(2, steps) ** 2 % 3
     assert mgpu.evaluate(net, [(np.eye(3)[labels], labels)], loss=gluon.loss.SoftmaxCELoss())["accuracy"] == 1
+    with pytest.raises(TrainerError, match=rf"shape \(1, {steps}, 3\).*\(1, 2\).*axis 2"):
+        metrics_for("auto", gluon.loss.SoftmaxCELoss())["accuracy"](mx.nd.zeros((1, steps, 3)), mx.nd.zeros((1, 2)))
 
 
 def test_metrics_of_the_output_alone_need_no_labels():

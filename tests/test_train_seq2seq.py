@@ -203,7 +203,7 @@ def test_lines_come_back_in_their_order(model, tmp_path):
     note = "line 5: the model has not seen parts of 'unheard of'\n"  # on standard error
     said = translated("--model", model, "--devices", "cpu*1", tmp_path / "in.txt")
     assert said.count(note) == 1 and said.replace(note, "").split("\n") == [*wanted, ""]
-    piped = translated("--model", model, "--devices", "cpu*2", "--batch-size", "2", input="\n".join(texts))
+    piped = translated("--model", model, "--devices", "cpu*2", "--batch-size", "2", "-", input="\n".join(texts))
     piped = piped.replace(note, "")
     assert piped.split("\n") == [*wanted, ""]
     assert wanted[1] == ""
@@ -265,6 +265,7 @@ def test_attention_is_drawn(model, tmp_path):
     )
     assert (tmp_path / "new" / "a.png").read_bytes().startswith(PNG)
     assert f"saved {tmp_path / 'new' / 'a.png'}" in output
+    assert "was not drawn" in translated("--model", model, "--devices", "cpu*1", "--attention", tmp_path / "b.png", input="\n")
 
 
 def test_what_cannot_be_translated_is_told(model, tmp_path):

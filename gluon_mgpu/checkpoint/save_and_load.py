@@ -277,7 +277,7 @@ def check_parameters(content: CheckpointData, net: gluon.Block) -> None:
     if differing:
         raise StateError(
             f"load_checkpoint: got {content.folder} of another network: {'; '.join(differing[:3])}; expected the same layers. "
-            "Build the network as it was when it was saved."
+            "Build the network as it was when it was saved, with the same options."
         )
     _check_shared(content, net)
 

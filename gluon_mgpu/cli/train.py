@@ -37,6 +37,7 @@ _precision = click.option(
 _seed = seed_option(help="Seed of the weights, of the split of the data, and of its order.")
 _virtual_shards = count(
     "--virtual-shards",
+    type=Whole(1, 2**16),
     help="Cut every batch into this many parts and add them up in one order, which makes results bit-identical on any number "
     "of devices that divides it. By default each device computes one part.",
 )

@@ -50,8 +50,8 @@ def translate(
 ) -> None:
     """Translate sentences with a trained translator.
 
-    FILE has one per line; without it, those of standard input are translated. It prints the translations in the order of the
-    sentences, one per line. With --n-best, lines begin with the sentence's number, counted from 1, and a tab.
+    FILE has one per line; without it, or for -, those of standard input are translated. It prints the translations in the order
+    of the sentences, one per line. With --n-best, lines begin with the sentence's number, counted from 1, and a tab.
     """
     if beam is not None and n_best > beam:
         raise click.UsageError(f"got --n-best {n_best} of --beam {beam}; expected as many or fewer. Widen the beam.")
@@ -80,6 +80,8 @@ def translate(
                 number += 1
                 _print(number if n_best > 1 else None, best, scores)
             picture = _draw(found, picture)
+        if picture is not None:
+            click.echo(f"got no sentence with words; {picture} was not drawn", err=True)
 
 
 def _note_unknown(vocabulary: Vocabulary, number: int, text: str) -> None:
@@ -95,7 +97,7 @@ def _texts(file: Optional[Path]) -> Iterator[List[str]]:
     """Yield lists of sentences."""
     from ..data.text.pairs import lines_of, read_lines
 
-    if file is not None:
+    if file is not None and str(file) != "-":
         lines = read_lines("translate", file)
     else:
         lines = lines_of("translate", sys.stdin.buffer.read() if sys.stdin else b"", "standard input")

@@ -60,7 +60,7 @@ def run_in_lockstep(tasks: Sequence[Callable[[], Any]]) -> List[Any]:
     >>> run_in_lockstep([lambda i=i: sum(exchange("a sum", i).values) - i for i in range(3)])
     [3, 2, 1]
     """
-    greenlet = require("greenlet", "sync", "train_batch").greenlet
+    greenlet = require("greenlet", "sync", "SyncBatchNorm").greenlet
     workers = [greenlet(task) for task in tasks]
     for worker in workers:
         worker.gr_context = copy_context()
@@ -95,7 +95,7 @@ def exchange(place: Any, value: Any) -> Exchange:
     """
     if not is_in_lockstep():
         return Exchange([value])
-    return require("greenlet", "sync", "train_batch").getcurrent().parent.switch((place, value))
+    return require("greenlet", "sync", "SyncBatchNorm").getcurrent().parent.switch((place, value))
 
 
 def defer(function: Callable[[], Any]) -> None:

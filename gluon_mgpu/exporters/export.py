@@ -230,7 +230,7 @@ def _difference(found: np.ndarray, expected: np.ndarray) -> float:
 def _check_axes(groups: Any, graph: ExportGraph) -> None:
     known = {(name, axis) for name, value in graph.inputs.items() for axis in range(value.ndim)}
     try:
-        unknown = [tuple(one) for group in groups or () for one in group if tuple(one) not in known]
+        unknown = [tuple(one) for group in groups or () for one in group or [()] if tuple(one) not in known]
     except TypeError:
         unknown = [groups]
     if unknown:

@@ -62,10 +62,15 @@ def accuracy(output: Array, label: Array) -> MetricSum:
 
     Source: d2l's `accuracy`.
     """
-    _check_scores("accuracy", output, label, ndim=1)
-    if len(output.shape) > 1 and output.shape[1] > 1:
+    return _accuracy_along(1, output, label)
+
+
+def _accuracy_along(axis: int, output: Any, label: Any) -> MetricSum:
+    """Return `accuracy` of scores with the classes along this axis, if they have more than two."""
+    axis = _check_scores("accuracy", output, label, ndim=1, axis=axis)
+    if len(output.shape) > 1 and output.shape[axis] > 1:
         scores = output.astype("float32") if output.dtype == np.float16 else output  # argmax has the scores' dtype
-        output = scores.argmax(axis=1)
+        output = scores.argmax(axis=axis)
     if output.dtype != label.dtype:  # neither is cast to the other: 259 as a byte is 3
         output, label = output.astype("float64"), label.astype("float64")
     return MetricSum(total_of(output.reshape(label.shape) == label), label.size)
@@ -98,8 +103,11 @@ def top_k_accuracy(k: int) -> Metric:
     return top_k
 
 
-def _check_scores(name: str, output: Any, label: Any, *, ndim: int) -> None:
-    """Raise `TrainerError` unless this output holds one row of scores, or one prediction, for each label."""
+def _check_scores(name: str, output: Any, label: Any, *, ndim: int, axis: int = 1) -> int:
+    """Raise `TrainerError` unless this output holds one row of scores, or one prediction, for each label.
+
+    Return the axis of the classes, counted from the first one.
+    """
     if not is_device_array(output) or not is_device_array(label):
         kinds = [type(one).__name__ + (f" of {len(one)}" if isinstance(one, (list, tuple)) else "") for one in (output, label)]
         raise TrainerError(
@@ -107,12 +115,14 @@ def _check_scores(name: str, output: Any, label: Any, *, ndim: int) -> None:
             f"or a function that picks one: metrics={{'{name}': lambda output, label: accuracy(output[0], label)}}."
         )
     shape = output.shape
-    rest = shape[:1] + shape[2:] if len(shape) > 1 and (shape[1] > 1 or ndim > 1) else shape
+    axis = axis % len(shape) if len(shape) > 2 else 1
+    rest = shape[:axis] + shape[axis + 1 :] if len(shape) > 1 and (shape[axis] > 1 or ndim > 1) else shape
     if len(shape) < ndim or int(np.prod(rest)) != label.size:
         raise TrainerError(
             f"{name}: got an output of shape {shape} and a label of shape {label.shape}; expected a row of scores for each "
-            "label, with the classes along axis 1. Pass metrics=() where the labels are not classes."
+            f"label, with the classes along axis {axis}. Pass metrics=() where the labels are not classes."
         )
+    return axis
 
 
 def metrics_for(metrics: Union[str, Metrics], loss: Any) -> Metrics:
@@ -131,15 +141,6 @@ def metrics_for(metrics: Union[str, Metrics], loss: Any) -> Metrics:
     along = partial(_accuracy_along, loss._axis)
     along.joins_shards = True  # type: ignore[attr-defined]
     return {"accuracy": along} if loss._sparse_label else []
-
-
-def _accuracy_along(axis: int, output: Any, label: Any) -> MetricSum:
-    """Return `accuracy` of scores with the classes along this axis."""
-    if is_device_array(output) and len(output.shape) > 2 and axis != 1:
-        order = list(range(len(output.shape)))
-        order.insert(1, order.pop(axis))
-        output = output.transpose(order)
-    return accuracy(output, label)
 
 
 def check_metrics(metrics: Metrics, outputs: Sequence[Any], labels: Sequence[Any]) -> None:

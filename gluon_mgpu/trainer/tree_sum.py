@@ -136,7 +136,7 @@ class VirtualShards:
     """
 
     def __init__(self, number: object, contexts: Sequence[Context]) -> None:
-        self.number = whole_number("Trainer", "virtual_shards", number, advice="8 fits 1, 2, 4 and 8 devices.")
+        self.number = whole_number("Trainer", "virtual_shards", number, high=2**16, advice="8 fits 1, 2, 4 and 8 devices.")
         self.base: Optional[int] = None
         self.batches = 0
         processes = group()

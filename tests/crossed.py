@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from dataclasses import asdict, dataclass
@@ -41,6 +42,13 @@ class Ours(World):
 
     def __init__(self, program):
         super().__init__(program)
+        self.loss, self.generator, self.former = LOSS, None, []
+        self.split = partial(mgpu.split_batch, weights=list(program.weights)) if program.weights else mgpu.split_batch
+        self.begin()
+
+    def begin(self):
+        """Make the network and its trainer."""
+        program = self.program
         rank = mgpu.distributed.this_process().rank
         contexts = [mx.cpu(i) for i in range(program.num_devices)]
         net = make_net(program, mx.cpu(0) if program.stages else contexts, seed=rank)
@@ -49,14 +57,12 @@ class Ours(World):
         if program.hybridize is not None:
             net.hybridize(**FLAGS[program.hybridize])
         self.begin_with([net])
-        self.net, self.loss, self.steps, self.generator = net, LOSS, {}, None
-        self.split = partial(mgpu.split_batch, weights=list(program.weights)) if program.weights else mgpu.split_batch
-        if program.adds:
+        self.net, self.steps = net, {}
+        if self.is_adding:
             self.require("add")
-        if program.bn != "local":
-            mgpu.set_batch_norm(net, program.bn)
+        if self.bn != "local":
+            mgpu.set_batch_norm(net, self.bn)
         self.trainer = self.make_trainer()
-        self.former = []
 
     def make_trainer(self):
         """Return a trainer of the network."""
@@ -74,6 +80,24 @@ class Ours(World):
         self.average()
         self.former.append(self.trainer)
         self.trainer, self.steps = self.make_trainer(), {}
+
+    def reload(self):
+        """Go on from a checkpoint with a new network and trainer."""
+        self.average()
+        frozen = [name for name, param in self.net.collect_params().items() if param.grad_req == "null" and name in self.thawed]
+        thawed, layers, old = self.thawed, self.layers, self.net
+        with tempfile.TemporaryDirectory() as own:
+            folder = Path("checkpoint") if self.program.num_processes > 1 else Path(own, "checkpoint")
+            mgpu.save_checkpoint(folder, self.net, self.trainer)
+            self.former.append(self.trainer)
+            self.begin()
+            self.thawed, self.layers = thawed, layers
+            for name in self.thawed:
+                one, other = self.net.collect_params()[name], old.collect_params()[name]
+                one.lr_mult, one.wd_mult = other.lr_mult, other.wd_mult
+            for name in frozen:
+                self.net.collect_params()[name].grad_req = "null"
+            mgpu.load_checkpoint(folder, self.net, self.trainer)
 
     def pipeline(self, net):
         """Return a pipeline of the network."""

@@ -108,6 +108,13 @@ class World:
                     param.grad_req = grad_req
                     self.forget(name)
 
+    def multiply(self, layer, rate, decay):
+        """Let a layer learn or decay at another rate."""
+        for net in self.nets:
+            for name in self.thawed:
+                if name.split("_")[0] == self.layers[layer % len(self.layers)]:
+                    net.collect_params()[name].lr_mult, net.collect_params()[name].wd_mult = rate, decay
+
     def thaw(self, layer):
         """Train a layer again, or all with -1."""
         self.freeze(layer, "add" if self.is_adding and not isinstance(self, Plain) else "write")
@@ -145,6 +152,11 @@ class Plain(World):
         """Train on with new trainers."""
         self.average_networks() if self.program.local_steps else self.average_statistics()
         self.make_trainers()
+
+    def reload(self):
+        """Go on with new gradients; a generator's trainer does not know the new network."""
+        self.average_networks() if self.program.local_steps else self.average_statistics()
+        self.sums, self.is_joint = [{} for _ in self.nets], False
 
     def forget(self, name):
         for sums in self.sums:

@@ -156,7 +156,8 @@ def statements(fields, hows, mode):
     group = one("group", in_groups, st.lists(sizes, min_size=1, max_size=3), st.sampled_from(["step", "flush"]))
     kinds = [step, step, step, group, one("freeze", layers), one("thaw", layers), one("look", sizes)]
     kinds += [one("rate", st.sampled_from([0.02, 0.2]))]
-    kinds += [one("renew")] * (not fields["adds"])
+    kinds += [one("renew")] * (not fields["adds"]) + [one("reload")] * 3
+    kinds += [one("multiply", layers, st.sampled_from([0.0, 0.3, 1.0, 2.0]), st.sampled_from([0.0, 1.0, 3.0]))] * 3
     kinds = [st.tuples(kind) for kind in kinds]
     if mode != "local" and fields["adds"] or mode == "virtual":
         kinds += [st.tuples(one("add", st.booleans())), st.tuples(one("zero"))]

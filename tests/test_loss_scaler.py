@@ -18,7 +18,7 @@ def array(values):
     return (mx.np.array if mx.util.is_np_array() else mx.nd.array)(values)
 
 
-# gradient, what settle returns, the scale and the number of good steps after it
+# gradient, what update returns, the scale and the number of good steps after it
 TABLE = [(1.0, 1024.0, 1024.0, 1), (1.0, 1024.0, 1024.0, 2), (1.0, 1024.0, 2048.0, 0), (1.0, 2048.0, 2048.0, 1)]
 TABLE += [(INF, None, 1024.0, 0), (NAN, None, 512.0, 0), (-INF, None, 256.0, 0)]
 TABLE += [(1.0, 256.0, 256.0, 1), (1.0, 256.0, 256.0, 2), (INF, None, 128.0, 0)]
@@ -29,25 +29,25 @@ def test_scales_over_good_and_bad_steps(arrays):
     scaler = LossScaler(scale=1024, every=3)
     for step, (value, returned, scale, num_good) in enumerate(TABLE):
         gradients = [array([[1.0, 2.0]]), array([0.5, value, 1.0])]
-        assert scaler.settle(gradients[:: 1 if step % 2 else -1]) == returned, step
+        assert scaler.update(gradients[:: 1 if step % 2 else -1]) == returned, step
         assert scaler.state() == {"scale": scale, "num_good": num_good}, step
 
 
 def test_the_scale_has_bounds():
     scaler = LossScaler(scale=2.0**22.5, every=1)
-    assert [scaler.settle([mx.nd.ones((1,))]) for _ in range(3)] == [2.0**22.5, 2.0**23.5, 2.0**24]
+    assert [scaler.update([mx.nd.ones((1,))]) for _ in range(3)] == [2.0**22.5, 2.0**23.5, 2.0**24]
     scaler = LossScaler(scale=3.0)
-    assert [scaler.settle([mx.nd.array([INF])]) or scaler.scale for _ in range(2)] == [1.5, 1.0]
+    assert [scaler.update([mx.nd.array([INF])]) or scaler.scale for _ in range(2)] == [1.5, 1.0]
     with pytest.raises(NonFiniteLossError, match="scale of 1"):
-        scaler.settle([mx.nd.array([NAN])])
+        scaler.update([mx.nd.array([NAN])])
 
 
 def test_sparse_and_no_gradients():
     sparse = mx.nd.sparse.row_sparse_array(([[1.0, INF]], [3]), shape=(5, 2))
-    assert LossScaler().settle([mx.nd.ones((2,)), sparse]) is None
-    assert LossScaler().settle([mx.nd.sparse.row_sparse_array(([[1.0, 2.0]], [3]), shape=(5, 2))]) == 65536.0
-    assert LossScaler().settle([mx.nd.sparse.zeros("row_sparse", (5, 2))]) == 65536.0
-    assert LossScaler().settle([]) == 65536.0
+    assert LossScaler().update([mx.nd.ones((2,)), sparse]) is None
+    assert LossScaler().update([mx.nd.sparse.row_sparse_array(([[1.0, 2.0]], [3]), shape=(5, 2))]) == 65536.0
+    assert LossScaler().update([mx.nd.sparse.zeros("row_sparse", (5, 2))]) == 65536.0
+    assert LossScaler().update([]) == 65536.0
 
 
 @pytest.mark.pairwise
@@ -78,7 +78,7 @@ def test_gradients_that_were_not_scaled_are_refused():
         scaler.check("Trainer.step")
     scaler.scale_losses([mx.nd.ones((1,))])
     scaler.check("Trainer.step")
-    scaler.settle([mx.nd.ones((1,))])
+    scaler.update([mx.nd.ones((1,))])
     with pytest.raises(TrainerError):
         scaler.check("Trainer.step")
 

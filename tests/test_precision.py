@@ -269,6 +269,18 @@ def test_a_network_that_has_run_changes_and_changes_back(arrays):
         assert largest_difference(outcome(net, x, y), before) == 0
 
 
+def test_an_input_that_is_left_out():
+    class Masked(nn.Dense):
+        def hybrid_forward(self, F, x, mask=None, *, weight):
+            out = F.FullyConnected(x, weight, num_hidden=3, no_bias=True)
+            return out if mask is None else out * mask
+
+    net = initialized(Masked(3, in_units=2, use_bias=False), mx.cpu(), mx.init.One())
+    set_precision(net, "bf16")
+    net.hybridize()
+    assert net(mx.nd.ones((1, 2)), None).asnumpy().tolist() == [[2.0] * 3]
+
+
 def test_plain_blocks_and_imported_graphs(tmp_path):
     class Plain(nn.Block):
         def __init__(self):

@@ -323,7 +323,7 @@ def test_gradients_that_were_not_summed_over_the_processes_are_refused(monkeypat
     net = gluon.nn.Dense(1, in_units=2)
     net.initialize(ctx=[mx.cpu(0)])
     trainer = mgpu.Trainer(net, "sgd")
-    monkeypatch.setattr(trainer._process_sync, "is_joint", True)
+    monkeypatch.setattr(trainer._process_sync, "in_job", True)
     with mx.autograd.record():
         loss = net(mx.nd.ones((1, 2)))
     mgpu.backward([loss])

@@ -249,7 +249,7 @@ class TrainStep:
                 self._trainer.gradients.drop_unused()
             raise
         finally:
-            self._trainer.gradients.is_settled = False
+            self._trainer.gradients.is_fixed = False
 
     def _train_parts(self, X: Any, y: Any) -> Batch:
         trainer, axis = self._trainer, self._split.batch_axis
@@ -285,7 +285,7 @@ class TrainStep:
             self._begin(X, y, Xs, ys)
         trainer.gradients.begin_batch()
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
-        trainer.gradients.settle(looks=not passes.is_compiled)  # a graph runs nothing that could change parameters
+        trainer.gradients.fix(looks=not passes.is_compiled)  # a graph runs nothing that could change parameters
         if plan.is_new and self._check is not None:
             self._check(outputs, ys)
         divisor, own_units = planner.count(plan, losses, y, ys, is_compiled=passes.is_compiled)

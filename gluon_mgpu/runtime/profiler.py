@@ -45,7 +45,7 @@ class Recording:
     is_on = False
 
     def __init__(self) -> None:
-        _settle()
+        _finish_queued()
         self._folder = tempfile.TemporaryDirectory(prefix="gluon-mgpu-")
         self._devices = recordable_devices()
         self._path = _configure(self._folder.name)
@@ -71,7 +71,7 @@ def recordable_devices() -> Tuple[str, ...]:
 
     Source: MXNet 1.9.1, src/profiler/profiler.cc, Profiler::Profiler, and profiler.h, Profiler::DeviceIndex.
     """
-    _settle()
+    _finish_queued()
     with tempfile.TemporaryDirectory(prefix="gluon-mgpu-") as folder:
         path = _configure(folder)
         mx.profiler.set_state("run")  # without it, nothing is written
@@ -173,7 +173,7 @@ def operations_of(text: str, devices: Tuple[str, ...]) -> List[Operation]:
     return sorted(found, key=lambda operation: operation.begin)
 
 
-def _settle() -> None:
+def _finish_queued() -> None:
     """Finish what is queued, and drop garbage: freeing an array is an operation, too, on a context that may have no place."""
     gc.collect()
     mx.nd.waitall()

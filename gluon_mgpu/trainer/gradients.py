@@ -89,14 +89,14 @@ class Gradients:
         Whether the latest pass has written one of them.
     version : pair of int
         Changes when parameters move, get other arrays, or other multipliers.
-    is_settled : bool
+    is_fixed : bool
         No parameter changes now: in `train_batch`, after the forward pass.
     """
 
     def __init__(self, layout: Layout, *, find_unused: bool) -> None:
         self._layout = layout
         self.all_take_part = group() is not None
-        self.has_counted = self.is_reached = self.is_settled = False
+        self.has_counted = self.is_reached = self.is_fixed = False
         self._find_unused = find_unused
         self._sums: Dict[Union[Bucket, Tuple[int, ...]], List[Array]] = {}  # of counted passes, one per replica
         self._reached: Set[int] = set()  # parameters that counted passes have written
@@ -256,15 +256,15 @@ class Gradients:
 
     def begin_batch(self) -> None:
         """Put parameters into buckets that have moved: graphs of the coming pass must not write into former arrays."""
-        self.is_settled = False
+        self.is_fixed = False
         self._layout.follow()
         self._follow(looks=False)
 
-    def settle(self, *, looks: bool) -> None:
+    def fix(self, *, looks: bool) -> None:
         """Look at the parameters no more for this batch; now once more, after a forward pass that runs Python."""
         if looks:
             self._layout.look()
-        self.is_settled = True
+        self.is_fixed = True
 
     @contextmanager
     def adding(self) -> Iterator[None]:
@@ -288,7 +288,7 @@ class Gradients:
 
     def _of_step(self) -> Table:
         """Return which gradients are fresh, for a step; raise `TrainerError` if their passes are ambiguous."""
-        self._layout.follow(looks=not self.is_settled)
+        self._layout.follow(looks=not self.is_fixed)
         self._is_lost = self._follow(looks=False) or self._is_lost
         fresh = self._read()
         if self._doubt != _PARTS and not fresh.any():
@@ -487,7 +487,7 @@ class Gradients:
         Return whether a pass recorded before now may write into arrays that Gluon has replaced: MXNet's static graphs keep
         theirs, unless grad_req is another one than in their last pass.
         """
-        if looks and not self.is_settled:
+        if looks and not self.is_fixed:
             self._layout.look()
         if self.version == (MOVES.count, self._layout.version):
             return False

@@ -19,7 +19,7 @@ class LossScaler:
     """Multiplies losses so that float16 gradients do not vanish, and skips steps whose gradients overflow.
 
     ```
-    losses ─► scale() ─► backward ─► sum over devices ─► settle(): finite? ── yes ─► update with gradient / scale
+    losses ─► scale() ─► backward ─► sum over devices ─► update(): finite? ── yes ─► step with gradient / scale
                                                                  └─ no ──► no update, and a smaller scale
     ```
 
@@ -45,9 +45,9 @@ class LossScaler:
     >>> import mxnet as mx
     >>> scaler = LossScaler(scale=8.0)
     >>> losses = scaler.scale_losses([mx.nd.array([0.5])])
-    >>> losses[0].asscalar(), scaler.settle([mx.nd.array([4.0])])  # the factor of these gradients
+    >>> losses[0].asscalar(), scaler.update([mx.nd.array([4.0])])  # the factor of these gradients
     (4.0, 8.0)
-    >>> scaler.settle([mx.nd.array([float("inf")])])  # None: skip this step
+    >>> scaler.update([mx.nd.array([float("inf")])])  # None: skip this step
     >>> scaler.state()
     {'scale': 4.0, 'num_good': 0}
 
@@ -87,7 +87,7 @@ class LossScaler:
                 "Call backward(trainer.scale(losses))."
             )
 
-    def settle(self, gradients: Sequence[Array]) -> Optional[float]:
+    def update(self, gradients: Sequence[Array]) -> Optional[float]:
         """Return the scale of the gradients, or None if they overflowed; and choose the scale of the next step.
 
         Parameters

@@ -20,14 +20,14 @@ class ProcessSync:
 
     Attributes
     ----------
-    is_joint : bool
+    in_job : bool
         Whether there are several processes.
     divisor : Divisor
     """
 
     def __init__(self, layout: Layout) -> None:
         self._waiting = group()  # until all processes have the same weights
-        self.is_joint = self._waiting is not None
+        self.in_job = self._waiting is not None
         self._params = layout.params
         self.divisor = Divisor(layout.devices)
 

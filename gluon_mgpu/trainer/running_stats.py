@@ -210,7 +210,7 @@ class RunningStats:
         if other.has_some(self._params):
             if self._divisor is None:  # processes may not have the same former trainers: garbage
                 mx.nd.waitall()  # a static graph writes them without telling the engine
-                self.settle(self._trained)
+                self.catch_up(self._trained)
             self._params, self._num_moves = other._without(self._params), -1
             self._follow()
         if other.has_some(list(self._reached.values())):
@@ -294,13 +294,13 @@ class RunningStats:
             with autograd.pause():
                 self._move_by(examples)
 
-    def settle(self, trained: List[Slab]) -> None:
+    def catch_up(self, trained: List[Slab]) -> None:
         """Move the statistics if passes came that no step has used."""
-        self.settle_plain(trained)
+        self.catch_up_plain(trained)
         if self._num_passes != _num_passes:
             self.move(trained, (), anew=self._divisor is None)
 
-    def settle_plain(self, trained: List[Slab]) -> None:
+    def catch_up_plain(self, trained: List[Slab]) -> None:
         """Move the statistics if MXNet's own `backward` came, whose examples were not counted. A job does not know of it."""
         gradients, is_alone = self._gradients, self._divisor is None and self._examples is None
         if is_alone and gradients is not None and gradients.has_new():
@@ -308,16 +308,16 @@ class RunningStats:
 
     def _move_by(self, examples: Dict[Context, float]) -> None:
         """Move the statistics of slabs that have seen examples, in some process, by the mean of their changes."""
-        is_joint = self._divisor is not None
+        in_job = self._divisor is not None
         moved = []
         for slab, before in zip(self._slabs, self._before):
             counts = [examples.get(context, 0) for context in slab.contexts]
-            if is_joint or (len(counts) > 1 and any(counts)):
+            if in_job or (len(counts) > 1 and any(counts)):
                 moved.append((slab, before, counts))
         for slab, before, counts in moved:
             for values, former, change, number in zip(slab.weights, before, slab.gradients, counts):
                 mx.nd.elemwise_sub(values.as_nd_ndarray(), former, out=change)
-                mx.nd._internal._mul_scalar(change, scalar=number if is_joint else number / sum(counts), out=change)
+                mx.nd._internal._mul_scalar(change, scalar=number if in_job else number / sum(counts), out=change)
         self._sum.run(self._slabs if len(moved) == len(self._slabs) else [slab for slab, _, _ in moved])
         for slab, before, counts in moved:
             if self._divisor is not None:

@@ -181,7 +181,7 @@ class Trainer(gluon.Trainer):
         self._summed: Optional[List[Slab]] = None  # summed by allreduce_grads(), not applied by update() yet
         self._sum: Sum = make_sum(kvstore)
         self._process_sync = ProcessSync(self._layout)
-        self.sharded_data = sharded_data and self._process_sync.is_joint  # whether every process reads its own batches
+        self.sharded_data = sharded_data and self._process_sync.in_job  # whether every process reads its own batches
         self._update = Update(optimizer, self._layout, gluon_order(params))
         updaters = list(self._update.updaters.values())
         self.replica_check: Optional[ReplicaCheck] = None
@@ -244,7 +244,7 @@ class Trainer(gluon.Trainer):
             return
         if self._layout.shapeless or not self._layout.slabs:
             self._layout.place()
-        if self._process_sync.is_joint:
+        if self._process_sync.in_job:
             self._process_sync.check_unused("Trainer")  # such as a generator's pass, before the first one of this network
             self._process_sync.begin()
 
@@ -386,7 +386,7 @@ class Trainer(gluon.Trainer):
         Call it after a backward pass that no step must use: of a batch that you skip, or of another network's loss.
         """
         if self.tree is None and not self.trains_apart:
-            self.running_stats.settle_plain(self._layout.slabs)
+            self.running_stats.catch_up_plain(self._layout.slabs)
         self._drop()
 
     def _drop(self) -> None:
@@ -400,7 +400,7 @@ class Trainer(gluon.Trainer):
         `LocalSGD` also averages the weights. Evaluating and saving call it, in all processes of a job.
         """
         if self.tree is None:
-            self.running_stats.settle(self._layout.slabs)
+            self.running_stats.catch_up(self._layout.slabs)
 
     def allreduce_grads(self) -> None:
         """Sum the gradients over the devices, for programs that change the sum before `update`.
@@ -446,8 +446,8 @@ class Trainer(gluon.Trainer):
             self.gradients.check_summed(self._summed, ignore_stale_grad)
             self._apply(self._summed, batch_size)
             return
-        if self._layout.needs_sum or self._process_sync.is_joint:
-            where = "the processes" if self._process_sync.is_joint else f"{len(self._layout.devices)} devices"
+        if self._layout.needs_sum or self._process_sync.in_job:
+            where = "the processes" if self._process_sync.in_job else f"{len(self._layout.devices)} devices"
             raise TrainerError(
                 f"Trainer.update: got gradients that were not summed over {where}; expected allreduce_grads() before. Call "
                 "step(), which does both."
@@ -595,7 +595,7 @@ class Trainer(gluon.Trainer):
         if self.tree is None and not self.trains_apart:  # those move them themselves
             self.running_stats.move(self._layout.slabs, idle_devices())
         num_examples, self._num_counted = self._num_counted + batch_size, 0
-        scale = self._settle_scale(slabs)
+        scale = self._loss_scale_of(slabs)
         if self.sharded_data:
             self._process_sync.divisor.divide(slabs, num_examples)
             num_examples = 1
@@ -624,10 +624,10 @@ class Trainer(gluon.Trainer):
             self._update.restore(self._update.states(), self._update.counts())
         self._sum.share(slabs)
 
-    def _settle_scale(self, slabs: List[Slab]) -> Optional[float]:
+    def _loss_scale_of(self, slabs: List[Slab]) -> Optional[float]:
         """Return the loss scale of these gradients, in addition to `_scale`; None if they overflowed and must be skipped."""
         if self.loss_scaler is not None:
-            return self.loss_scaler.settle([slab.summed[0] for slab in slabs])
+            return self.loss_scaler.update([slab.summed[0] for slab in slabs])
         scaler = getattr(self, "_amp_loss_scaler", None)  # mx.contrib.amp.init_trainer put it there
         if scaler is None:
             return 1.0

@@ -67,7 +67,7 @@ class Update:
         self._operators: Dict[int, List[Operator]] = {}  # of slabs, by their first parameter: one per replica
         self._calls: List[Tuple[Context, Callable[[], None]]] = []  # other updates, which MXNet's updaters make
         self._counts = dict.fromkeys(self._by_index, optimizer.begin_num_update)  # updates of each parameter
-        self._joint: Dict[Tuple[Slab, int], State] = {}  # states of a slab, by replica; those of its parameters are views of it
+        self._flat: Dict[Tuple[Slab, int], State] = {}  # states of a slab, by replica; those of its parameters are views of it
         self._slabs: List[Slab] = []
         self._taking_part: List[int] = []  # their parameters, in Gluon's order
         self.is_local = is_replicable(optimizer)
@@ -103,10 +103,10 @@ class Update:
     def arrays(self) -> List[List[Array]]:
         """Return the arrays of the optimizer's states, one list per state with one array per replica."""
         held: List[List[Array]] = []
-        together = {index for slab, _ in self._joint for index in slab.indices}
+        together = {index for slab, _ in self._flat for index in slab.indices}
         for replica, updater in enumerate(self.updaters.values()):
             own = [state for index, state in sorted(updater.states.items()) if index not in together]
-            own += [state for (_, where), state in self._joint.items() if where == replica]
+            own += [state for (_, where), state in self._flat.items() if where == replica]
             held.append([array for _, array in leaves(own) if is_device_array(array)])
         return [list(arrays) for arrays in zip(*held)]
 
@@ -127,7 +127,7 @@ class Update:
             updater.states = created.get(context, {})
             updater.states_synced = dict.fromkeys(updater.states, True)
         self._counts = {**dict.fromkeys(self._by_index, self._optimizer.begin_num_update), **counts}  # some files have no counts
-        self._slabs, self._joint = [], {}
+        self._slabs, self._flat = [], {}
 
     def _run_updater(self, context: Context, indices: List[int], weights: List[Array], gradients: List[Array]) -> None:
         """Update parameters of this device one by one."""
@@ -169,14 +169,14 @@ class Update:
         self._taking_part = [index for index in self.order if index in taking_part]
         single: Dict[Context, Set[int]] = {}  # by the device: parameters that are updated one by one
         self._slabs, self._operators, self._calls = [], {}, []  # if something here raises, the next step prepares anew
-        self._joint = {key: state for key, state in self._joint.items() if key[0] in self._layout.slabs}
+        self._flat = {key: state for key, state in self._flat.items() if key[0] in self._layout.slabs}
         if any(map(self._has_new_owner, slabs)):
             self.restore(self.states(), self._counts)
         for slab in slabs:
-            is_joint, owner = self._is_joint(slab), slab.owner if self.is_local else 0
+            is_flat, owner = self._is_flat(slab), slab.owner if self.is_local else 0
             for replica, context in enumerate(slab.contexts):
-                if owner in (None, replica) and is_joint:
-                    self._add_joint(slab, replica)
+                if owner in (None, replica) and is_flat:
+                    self._add_flat(slab, replica)
                 elif owner in (None, replica):
                     single.setdefault(context, set()).update(slab.indices)
         for context, own in single.items():
@@ -189,16 +189,16 @@ class Update:
             logger.debug("Trainer: %d parameters on %s are updated one by one", len(indices), context)
         self._slabs = slabs
 
-    def _is_joint(self, slab: Slab) -> bool:
+    def _is_flat(self, slab: Slab) -> bool:
         """Return whether a slab is updated as one."""
         if slab.bucket is None or not self.is_local or type(self._optimizer) not in _ELEMENTWISE:
             return False
         has_one_count = len({self._counts[index] for index in slab.indices}) == 1
         return has_one_count or type(self._optimizer) is not opt.Adam
 
-    def _add_joint(self, slab: Slab, replica: int) -> None:
+    def _add_flat(self, slab: Slab, replica: int) -> None:
         first, weight, gradient = slab.indices[0], slab.weights[replica], slab.gradients[replica]
-        state = self._joint_state(slab, replica)
+        state = self._flat_state(slab, replica)
         operator = self._operator(weight, gradient, state)
         if operator is None:
             updater = opt.get_updater(self._optimizer)
@@ -219,19 +219,19 @@ class Update:
         arrays = [array for _, array in leaves([weight, gradient, state]) if is_device_array(array)]
         return Operator(name, arrays, [weight]) if name else None
 
-    def _joint_state(self, slab: Slab, replica: int) -> State:
+    def _flat_state(self, slab: Slab, replica: int) -> State:
         """Return the states of a slab's parameters as one."""
-        if (slab, replica) not in self._joint:
+        if (slab, replica) not in self._flat:
             updater = self.updaters[slab.contexts[replica]]
-            joint = self._optimizer.create_state_multi_precision(slab.indices[0], slab.weights[replica])
+            flat = self._optimizer.create_state_multi_precision(slab.indices[0], slab.weights[replica])
             for index in slab.indices:
                 place, former = place_of(self._by_index[index]), updater.states
                 assert place is not None and place.bucket is slab.bucket, "slabs are divided again when a parameter has moved"
-                view = _part(joint, place.begin - slab.begin, place.size, self._by_index[index].shape)
+                view = _part(flat, place.begin - slab.begin, place.size, self._by_index[index].shape)
                 updater.states[index] = filled(view, former[index], f"parameter {index}") if index in former else view
                 updater.states_synced[index] = True
-            self._joint[slab, replica] = joint
-        return self._joint[slab, replica]
+            self._flat[slab, replica] = flat
+        return self._flat[slab, replica]
 
     def _has_new_owner(self, slab: Slab) -> bool:
         """Return whether other replicas have states: a parameter that was frozen is trained again, in another bucket."""

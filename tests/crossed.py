@@ -44,13 +44,13 @@ class Ours(World):
         super().__init__(program)
         self.loss, self.generator, self.former = LOSS, None, []
         self.split = partial(mgpu.split_batch, weights=list(program.weights)) if program.weights else mgpu.split_batch
-        self.begin()
+        self.begin(program.num_devices)
 
-    def begin(self):
+    def begin(self, num_devices):
         """Make the network and its trainer."""
         program = self.program
         rank = mgpu.distributed.this_process().rank
-        contexts = [mx.cpu(i) for i in range(program.num_devices)]
+        contexts = [mx.cpu(i) for i in range(num_devices)]
         net = make_net(program, mx.cpu(0) if program.stages else contexts, seed=rank)
         if program.stages:
             net = self.pipeline(net)
@@ -81,7 +81,7 @@ class Ours(World):
         self.former.append(self.trainer)
         self.trainer, self.steps = self.make_trainer(), {}
 
-    def reload(self):
+    def reload(self, num_devices):
         """Go on from a checkpoint with a new network and trainer."""
         self.average()
         frozen = [name for name, param in self.net.collect_params().items() if param.grad_req == "null" and name in self.thawed]
@@ -90,7 +90,7 @@ class Ours(World):
             folder = Path("checkpoint") if self.program.num_processes > 1 else Path(own, "checkpoint")
             mgpu.save_checkpoint(folder, self.net, self.trainer)
             self.former.append(self.trainer)
-            self.begin()
+            self.begin(num_devices)
             self.thawed, self.layers = thawed, layers
             for name in self.thawed:
                 one, other = self.net.collect_params()[name], old.collect_params()[name]

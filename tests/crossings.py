@@ -153,7 +153,7 @@ class Plain(World):
         self.average_networks() if self.program.local_steps else self.average_statistics()
         self.make_trainers()
 
-    def reload(self):
+    def reload(self, _):
         """Go on with new gradients; a generator's trainer does not know the new network."""
         self.average_networks() if self.program.local_steps else self.average_statistics()
         self.sums, self.is_joint = [{} for _ in self.nets], False

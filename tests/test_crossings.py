@@ -151,12 +151,16 @@ def statements(fields, hows, mode):
     def one(verb, *values):
         return st.tuples(st.just(verb), *values)
 
+    counts = [fields["num_devices"]]
+    if mode == "virtual" and not fields.get("weights"):
+        each = fields["virtual_shards"] // fields["num_processes"]
+        counts = [number for number in (1, 2, 3, 4) if each % number == 0]
     step = one("step", st.sampled_from(hows), sizes, st.sampled_from([1, 1, 2, 3]))
     in_groups = st.sampled_from([how for how in hows if how != "reduce"])
     group = one("group", in_groups, st.lists(sizes, min_size=1, max_size=3), st.sampled_from(["step", "flush"]))
     kinds = [step, step, step, group, one("freeze", layers), one("thaw", layers), one("look", sizes)]
     kinds += [one("rate", st.sampled_from([0.02, 0.2]))]
-    kinds += [one("renew")] * (not fields["adds"]) + [one("reload")] * 3
+    kinds += [one("renew")] * (not fields["adds"]) + [one("reload", st.sampled_from(counts))] * 3
     kinds += [one("multiply", layers, st.sampled_from([0.0, 0.3, 1.0, 2.0]), st.sampled_from([0.0, 1.0, 3.0]))] * 3
     kinds = [st.tuples(kind) for kind in kinds]
     if mode != "local" and fields["adds"] or mode == "virtual":

@@ -44,7 +44,7 @@ def plot_history(rows: Sequence[Dict[str, float]]) -> Any:
         One per epoch, with `epoch`, and `train_...`, `test_...` and `valid_...` columns, of which those of numbers are drawn.
     """
     charts: Dict[str, List[Tuple[str, Sequence[float], Sequence[float]]]] = {"loss": []}
-    for name in rows[0] if rows else {}:
+    for name in dict.fromkeys(name for row in rows for name in row):  # some columns begin later
         if name.startswith(("train_", "test_", "valid_")) and all(isinstance(row.get(name, 0), Real) for row in rows):
             epochs = [row["epoch"] for row in rows if name in row]
             label, values = _labelled(name, [row[name] for row in rows if name in row])

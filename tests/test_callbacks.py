@@ -87,6 +87,8 @@ def test_history_is_saved_as_csv_json_and_a_picture(tmp_path):
 def test_axes_have_units_and_whole_epochs():
     """Accuracies (0 to 1) and exact matches (0 to 100) shared an axis without a unit; one epoch had ticks from 0.96 to 1.04."""
     rows = [{"epoch": 1, "train_loss": 2.0, "test_accuracy": 0.883, "test_exact_match": 0.8, "test_bleu": 10.5, "test_mae": 3.0}]
+    later = plot_history([*rows, {"epoch": 2, "test_f1": 1.0}])
+    assert "test f1" in [line.get_label() for axes in later.axes for line in axes.lines]
     charts = {axes.get_ylabel(): axes for axes in plot_history(rows).axes}
     assert list(charts) == ["loss", "%", "score, 0 to 100", "other metrics"]
     drawn = {line.get_label(): line.get_ydata()[0] for line in charts["%"].lines}

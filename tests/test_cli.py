@@ -309,6 +309,11 @@ def test_predict_knows_the_classes_of_the_network(data_dir, tmp_path, num_classe
     net(mx.nd.ones((1, 1, 8, 8)))
     mgpu.save_checkpoint(tmp_path / "run", net)
     data = ["--data-dir", data_dir, "--devices", "cpu*1", "--output", tmp_path / "found.csv"]
+    if num_classes == 2:
+        net[-1].weight.data()[:] = 3e38  # its sums are infinite
+        mgpu.save_checkpoint(tmp_path / "bad", net)
+        result = invoke("predict", "resnet18", "--checkpoint", tmp_path / "bad", *data)
+        assert "not finite" in result.output and not (tmp_path / "found.csv").exists()
     result = invoke("predict", "resnet18", "--checkpoint", tmp_path / "run", *data)
     assert result.exit_code == (num_classes == 1), result.output
     assert ("got the label 1" if num_classes == 1 else "of 8 classes as labelled") in result.output

@@ -187,6 +187,7 @@ def test_processes_that_would_resume_from_different_steps_are_refused(tmp_path, 
     [
         (mx.io.ResizeIter(mx.io.NDArrayIter(np.zeros(40), batch_size=12, last_batch_handle="roll_over"), 3), True),
         (gluon.data.DataLoader(np.zeros(40), 12, last_batch="rollover"), True),
+        (gluon.data.DataLoader(np.zeros(40), 12, auto_reload=True), True),
         (gluon.data.DataLoader(np.zeros(40), 12), False),
     ],
 )

@@ -90,10 +90,11 @@ def test_a_process_that_stalls_is_ended():
             stand_still()
         """
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MXNET_", "GLUON_MGPU_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], env=clean, capture_output=True, text=True, timeout=240
-    )
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=240)
     assert done.returncode == module.EXIT_STALLED, done.stderr
+    full = subprocess.run(["sh", "-c", '"$0" "$1" "$2" 2> /dev/full', *command], env=clean, timeout=240)
+    assert full.returncode == module.EXIT_STALLED  # also where its output cannot be written
     for part in ("after 6\n", "in stand_still\n", "arrays that are not written yet: 0\n"):
         assert part in done.stderr
 

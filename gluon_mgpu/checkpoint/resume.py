@@ -146,8 +146,10 @@ def check_data(position: FitProgress, train_iter: Iterable[Any]) -> None:
     """
     sampler = getattr(train_iter, "_batch_sampler", None)
     rolls = rolls_over(train_iter) or getattr(sampler, "_last_batch", "") == "rollover"
-    if (rolls or isinstance(train_iter, io.NDArrayIter) and train_iter.shuffle) and position.step > position.batches:
-        logger.warning("fit: the order of data that an NDArrayIter shuffles, or that roll over, cannot be restored.")
+    shuffles = isinstance(train_iter, io.NDArrayIter) and train_iter.shuffle
+    ahead = bool(getattr(train_iter, "auto_reload", False))  # it draws an order before the epoch begins
+    if ahead or (rolls or shuffles) and position.step > position.batches:
+        logger.warning("fit: the order of data that an NDArrayIter shuffles, roll over or are reloaded cannot be restored.")
     then, now = position.num_batches, num_batches_of(train_iter)
     if not then or not now or then == now:
         return

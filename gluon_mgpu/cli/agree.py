@@ -64,6 +64,7 @@ def agree(context: click.Context, /, spec: Optional[str], network: str, bits: bo
         raise click.UsageError(f"got {network} without --bits; expected {' or '.join(_NETWORKS)}. Add --bits.")
     from ..data import load_digits
     from ..devices.select import resolve_devices, use_devices
+    from ..loop.stop_signals import raise_on_sigterm
     from ..trainer.options import made_optimizer
     from ..tuning.agreement import AGREE, NETWORKS, Recipe, same_batch
     from ..tuning.same_bits import Training
@@ -74,7 +75,8 @@ def agree(context: click.Context, /, spec: Optional[str], network: str, bits: bo
     if bits:
         workload = network if network in _NETWORKS else reference_of("agree", network)
         training = Training(workload, steps, options["virtual_shards"], batch_size, optimizer, lr)
-        sys.exit(_compare_bits(training, resolve_devices(spec or "cpu*4"), options["processes"], output))
+        with raise_on_sigterm("agree: stopped"):  # the job ends, too
+            sys.exit(_compare_bits(training, resolve_devices(spec or "cpu*4"), options["processes"], output))
     recipe = Recipe(NETWORKS[network], load_digits(), batch_size, steps, lr, optimizer)
     with use_devices(spec or "cpu*2") as ctx, showing("loading the digits") as show:
         if len(ctx) == 1:
@@ -85,8 +87,7 @@ def agree(context: click.Context, /, spec: Optional[str], network: str, bits: bo
     print(f"in {num_steps} comparable steps, the losses differ by at most {found:.1e}; rounding may explain {allowed:.1e}")
     print(f"the same batches: {names} and {ctx[0]} {same.verdict}")
     write_results(output, "agree", {"devices": names, "verdict": same.verdict, "losses": asdict(same)})
-    if same.verdict != AGREE:
-        sys.exit(1)
+    sys.exit(int(same.verdict != AGREE))
 
 
 def _compare_bits(training: Training, contexts: Sequence[Context], num_processes: int, output: Path) -> int:

@@ -35,6 +35,7 @@ def export(run: Path, onnx: Optional[Path], symbol: Optional[Path], check: bool,
         raise click.UsageError("got no format; expected --onnx or --symbol. Pass one or both of them.")
     from ..checkpoint.replace_folder import recover_path
     from ..exporters.export import export as export_network
+    from ..loop.stop_signals import raise_on_sigterm
     from ..models.seq2seq.translator import CONFIG_FILE, load_translator
     from ..runtime.loaded import mxnet as mx
 
@@ -47,14 +48,13 @@ def export(run: Path, onnx: Optional[Path], symbol: Optional[Path], check: bool,
             )
         click.echo(str(export_network(load_translator(folder, mx.cpu()), onnx, **options)))
         return
+    if onnx is not None and onnx.suffix != ".onnx":
+        raise click.UsageError(f"got --onnx {onnx}; expected a file with the suffix .onnx. Rename it.")
     net, shape = classifier("export", folder, mx.cpu())
     sample = np.random.RandomState(0).uniform(0, 1, (2, *shape)).astype("float32")
-    if onnx is not None:
-        if onnx.suffix != ".onnx":
-            raise click.UsageError(f"got --onnx {onnx}; expected a file with the suffix .onnx. Rename it.")
-        click.echo(str(export_network(net, onnx, sample, dynamic_axes=_ANY_SIZE, **options)))
-    if symbol is not None:
-        click.echo(str(export_network(net, symbol, sample, **options)))
+    with raise_on_sigterm("export: stopped"):  # new files are removed
+        for path in filter(None, (onnx, symbol)):
+            click.echo(str(export_network(net, path, sample, dynamic_axes=_ANY_SIZE if path is onnx else None, **options)))
 
 
 def classifier(operation: str, folder: Path, ctx: Any) -> Tuple[gluon.Block, Tuple[int, int, int]]:

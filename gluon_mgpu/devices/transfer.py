@@ -49,7 +49,8 @@ def copyto(data: Any, target: Any) -> Any:
         if isinstance(target, Context):
             return map_leaves(lambda _, leaf: leaf.copyto(target) if is_device_array(leaf) else on_device(leaf, target), data)
         map_leaves(_check_target, data, target)
-        return map_leaves(lambda _, leaf, to: _as_device_array(leaf, to.context).copyto(to), data, target)
+        map_leaves(lambda _, leaf, to: _as_device_array(leaf, to.context).copyto(to), data, target)
+        return target
 
 
 def as_in_context(data: Any, ctx: Context) -> Any:

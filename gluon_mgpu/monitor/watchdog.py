@@ -133,8 +133,9 @@ class Watchdog(Callback):
             faulthandler.dump_traceback(self._file or sys.stderr)
         except _NO_FILE as error:
             self._print(f"The stacks cannot be printed there: {error}")
-        pending = [name for name, array in self._arrays().items() if not is_ready(array)]
-        self._print("\n  ".join([f"arrays that are not written yet: {len(pending)}", *pending[:_SHOWN]]))
+        with suppress(Exception):  # whatever a user's network raises: the process must end all the same
+            pending = [name for name, array in self._arrays().items() if not is_ready(array)]
+            self._print("\n  ".join([f"arrays that are not written yet: {len(pending)}", *pending[:_SHOWN]]))
         if self._end_process and num_beats == self._num_beats:  # no step has ended meanwhile
             self._print(f"gluon_mgpu: the watchdog ends this process with status {EXIT_STALLED}.")
             os._exit(EXIT_STALLED)
@@ -151,4 +152,5 @@ class Watchdog(Callback):
         return found
 
     def _print(self, text: str) -> None:
-        print(text, file=self._file or sys.stderr, flush=True)
+        with suppress(*_NO_FILE):  # a full disk, or a pipe whose reader has ended
+            print(text, file=self._file or sys.stderr, flush=True)

@@ -12,13 +12,13 @@ from typing import Iterator
 def new_file(path: Path) -> Iterator[Path]:
     """Yield a path to write a new file to, which then replaces the file at `path`; remove it on an exception.
 
-    Each process of a job has its own: all may write the same file.
+    Each process has its own: several may write the same file, and the last one counts.
     """
     if path.exists() and not path.is_file():  # a device or a pipe
         yield path
         return
     path = Path(os.path.realpath(path))  # a link stays
-    new = path.with_name(f".new{os.environ.get('GLUON_MGPU_RANK', '')}.{path.name}")
+    new = path.with_name(f".new{os.environ.get('GLUON_MGPU_RANK', '')}-{os.getpid()}.{path.name}")
     try:
         yield new
         sync(new)

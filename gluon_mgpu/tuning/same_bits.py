@@ -90,11 +90,13 @@ def train_in_processes(training: Training, num_processes: int, kind: str) -> Has
     """Train in several processes of this machine, each with one device of a kind."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "training.json").write_text(json.dumps([asdict(training), kind]), encoding="utf-8")
-        command = [sys.executable, "-m", "gluon_mgpu", "launch", "-n", str(num_processes), "-m", __name__, folder]
+        launch = ["launch", "-n", str(num_processes), "--log-dir", str(Path(folder) / "logs"), "-m", __name__, folder]
+        command = [sys.executable, "-m", "gluon_mgpu", *launch]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
-            last = (done.stdout.strip().splitlines() or ["no output"])[-1]
+            lines = done.stdout.strip().splitlines() or ["no output"]
+            last = ([line for line in lines if "Error" in line] or lines)[-1]  # after it, the launcher names logs that go
             raise StepError(
                 f"agree: got {num_processes} processes that ended with exit status {done.returncode} ({last}); expected a step "
                 "that trains. Check that the network trains with gluon-mgpu launch, or pass --processes 1."

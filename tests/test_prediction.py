@@ -151,6 +151,16 @@ def test_what_it_holds_does_not_grow(devices, form):
     assert num_arrays() == before
 
 
+def test_a_few_batches_make_no_graph(devices, monkeypatch):
+    """MXNet never frees the text of one: a server that predicts each request by a call grew with each."""
+    net, made, tojson = linear_net(devices, {"static_alloc": True}), [], mx.sym.Symbol.tojson
+    monkeypatch.setattr(mx.sym.Symbol, "tojson", lambda symbol, **options: made.append(symbol) or tojson(symbol, **options))
+    for number, graphs in ((3, 0), (4, 1)):
+        X = make_batches(*[5] * number)
+        np.testing.assert_allclose(predict(net, X), in_numpy(net, np.concatenate(X)), rtol=1e-5)
+        assert len(made) == graphs
+
+
 def test_dropout_is_off_and_batch_norm_predicts(devices, arrays):
     net = sequential(nn.Dropout(0.9), nn.BatchNorm(in_channels=2), ctx=devices)
     for context in devices:

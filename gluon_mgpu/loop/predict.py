@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import Any, Deque, Dict, Generator, Iterable, List, Tuple
+from typing import Any, Deque, Dict, Generator, Iterable, List, Sized, Tuple
 
 import mxnet as mx
 from mxnet import Context, autograd, gluon
@@ -113,7 +113,7 @@ def predict_batches(
     max_inflight : int
         Batches that may be queued on the devices.
     compiled : "auto", "on" or "off"
-        Whether the passes run as compiled graphs; see `fit`.
+        Whether the passes run as compiled graphs; see `fit`. A list of fewer than 4 batches makes no graph unless it is `"on"`.
 
     Yields
     ------
@@ -143,6 +143,8 @@ def predict_batches(
     max_inflight = whole_number("predict", "max_inflight", max_inflight, advice="8 is usual.")
     check_iterable("predict", "data_iter", data_iter, pairs=False)
     devices = devices_of(net, "predict")
+    if compiled == "auto" and isinstance(data_iter, Sized) and len(data_iter) < 4:
+        compiled = "off"  # MXNet never frees the text of a graph, and a server calls this for each request
     passes = make_passes("predict", net, None, compiled, kept={})
     step = EvalStep("predict", None, devices, Split((batch_axis, 0)), passes)
     return _run(net, step, data_iter, pairs=pairs, output_axis=_output_axis(batch_axis, output_axis), max_inflight=max_inflight)

@@ -149,7 +149,7 @@ def check_data(position: FitProgress, train_iter: Iterable[Any]) -> None:
     shuffles = isinstance(train_iter, io.NDArrayIter) and train_iter.shuffle
     ahead = bool(getattr(train_iter, "auto_reload", False))  # it draws an order before the epoch begins
     if ahead or (rolls or shuffles) and position.step > position.batches:
-        logger.warning("fit: the order of data that an NDArrayIter shuffles, roll over or are reloaded cannot be restored.")
+        logger.warning("fit: the order cannot be restored of an NDArrayIter that shuffles, of auto_reload and what rolls over.")
     then, now = position.num_batches, num_batches_of(train_iter)
     if not then or not now or then == now:
         return

@@ -41,18 +41,18 @@ def export(run: Path, onnx: Optional[Path], symbol: Optional[Path], check: bool,
 
     folder = best_of(run)
     options: Dict[str, Any] = {"check": check, "tolerance": tolerance}
-    if (recover_path(folder) / CONFIG_FILE).exists():
-        if onnx is None or symbol is not None:
-            raise click.UsageError(
-                "got --symbol for a translator; expected --onnx FOLDER. gluon-mgpu translate reads RUN itself."
-            )
-        click.echo(str(export_network(load_translator(folder, mx.cpu()), onnx, **options)))
-        return
-    if onnx is not None and onnx.suffix != ".onnx":
-        raise click.UsageError(f"got --onnx {onnx}; expected a file with the suffix .onnx. Rename it.")
-    net, shape = classifier("export", folder, mx.cpu())
-    sample = np.random.RandomState(0).uniform(0, 1, (2, *shape)).astype("float32")
     with raise_on_sigterm("export: stopped"):  # new files are removed
+        if (recover_path(folder) / CONFIG_FILE).exists():
+            if onnx is None or symbol is not None:
+                raise click.UsageError(
+                    "got --symbol for a translator; expected --onnx FOLDER. gluon-mgpu translate reads RUN itself."
+                )
+            click.echo(str(export_network(load_translator(folder, mx.cpu()), onnx, **options)))
+            return
+        if onnx is not None and onnx.suffix != ".onnx":
+            raise click.UsageError(f"got --onnx {onnx}; expected a file with the suffix .onnx. Rename it.")
+        net, shape = classifier("export", folder, mx.cpu())
+        sample = np.random.RandomState(0).uniform(0, 1, (2, *shape)).astype("float32")
         for path in filter(None, (onnx, symbol)):
             click.echo(str(export_network(net, path, sample, dynamic_axes=_ANY_SIZE if path is onnx else None, **options)))
 

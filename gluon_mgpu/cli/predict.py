@@ -63,10 +63,10 @@ def predict_resnet18(
         for batch in predict_batches(net, loader, pairs=True, max_inflight=2):  # Ctrl-C waits for those
             scores.append(batch)
             show(f"{sum(map(len, scores))} of {len(images.test_images)} images")
-    odds = np.concatenate(scores)
-    if not np.isfinite(odds).all():
+    joined = np.concatenate(scores)
+    if not np.isfinite(joined).all():
         raise DataError(f"predict: got scores of {folder} that are not finite; expected numbers. Train it with a lower --lr.")
-    odds = np.exp(odds - odds.max(axis=1, keepdims=True))
+    odds = np.exp(joined - joined.max(axis=1, keepdims=True))
     odds /= odds.sum(axis=1, keepdims=True)
     found = odds.argmax(axis=1)
     with new_file(output) as new, open(new, "w", newline="", encoding="utf-8") as file:

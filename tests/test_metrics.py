@@ -1,5 +1,7 @@
 """Metrics against NumPy, and sums that stay on their devices until they are read."""
 
+from functools import partial
+
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
@@ -229,7 +231,28 @@ def test_classes_are_where_the_loss_takes_them(steps):
     labels = np.arange(2 * steps).reshape(2, steps) ** 2 % 3
     assert mgpu.evaluate(net, [(np.eye(3)[labels], labels)], loss=gluon.loss.SoftmaxCELoss())["accuracy"] == 1
     with pytest.raises(TrainerError, match=rf"shape \(1, {steps}, 3\).*\(1, 2\).*axis 2"):
-        metrics_for("auto", gluon.loss.SoftmaxCELoss())["accuracy"](mx.nd.zeros((1, steps, 3)), mx.nd.zeros((1, 2)))
+        metrics_for("auto", gluon.loss.SoftmaxCELoss())[0](mx.nd.zeros((1, steps, 3)), mx.nd.zeros((1, 2)))
+
+
+def test_a_metric_is_told_which_of_two_axes_holds_the_classes():
+    """A tagger with as many steps as classes had the accuracy of an argmax over the steps."""
+    output, label = scores(4, 3, 3), np.random.randint(0, 3, (4, 3))
+    X, y = mx.nd.array(output), mx.nd.array(label)
+    for metric in (mgpu.accuracy, mgpu.top_k_accuracy(1), partial(mgpu.accuracy, axis=3), partial(mgpu.accuracy, axis="last")):
+        with pytest.raises(TrainerError, match=r"shape \(4, 3, 3\).*to know the axis.*axis=-1"):
+            metric(X, y)
+    with pytest.raises(TrainerError, match="classes along axis 1. Pass axis=1 or axis=-1"):
+        mgpu.accuracy(X[:, :2], y[:, :2])
+    for axis in (1, 2, -1):
+        right = (output.argmax(axis=axis) == label).sum()
+        metrics = [partial(mgpu.accuracy, axis=axis), mgpu.top_k_accuracy(1, axis=axis)]
+        assert [value(metric, X, y)[0] for metric in metrics] == [right, right]
+        sums = mgpu.loop.DeviceSums(metrics)
+        add_shard(sums, X, y)
+        assert sums.read() == {"accuracy": right / 12, "top_1_accuracy": right / 12}
+    pixels, of_pixels = scores(2, 4, 4, 3), np.random.randint(0, 3, (2, 4, 4))
+    found = value(mgpu.top_k_accuracy(1, axis=-1), mx.nd.array(pixels), mx.nd.array(of_pixels))
+    assert found == ((pixels.argmax(axis=-1) == of_pixels).sum(), 32)
 
 
 def test_metrics_of_the_output_alone_need_no_labels():

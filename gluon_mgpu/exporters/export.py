@@ -51,10 +51,8 @@ class Exported:
 
     def __str__(self) -> str:
         """Return a line for the terminal."""
-        names = ", ".join(map(str, self.files))
-        if self.difference is None:
-            return f"saved {names}: not checked"
-        return f"saved {names}: largest difference {self.difference:.1e} of the output's largest value"
+        found = f"largest difference {self.difference:.1e} of the output's largest value" if self.difference is not None else ""
+        return f"saved {', '.join(map(str, self.files))}: {found or 'not checked'}"
 
 
 def export(
@@ -207,8 +205,7 @@ def _compared(format: str, found: Sequence[np.ndarray], expected: Sequence[np.nd
             f"export: got outputs of the {format} file with shapes {shapes[0]}; expected the network's, {shapes[1]}. Nothing was "
             f"written: {advice}."
         )
-    differences = [_difference(a, b) for a, b in zip(found, expected)]
-    largest = float(np.max([0.0, *differences]))  # NaN, if there is one
+    largest = float(np.max([0.0, *map(_difference, found, expected)]))  # NaN, if there is one
     if not largest <= tolerance:
         raise TrainerError(
             f"export: got outputs of the {format} file that differ from the network's by {largest:.1e} of their largest value; "
@@ -219,11 +216,9 @@ def _compared(format: str, found: Sequence[np.ndarray], expected: Sequence[np.nd
 
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> float:
-    if not expected.size:
-        return 0.0
     exact = expected.astype("float64")
     with np.errstate(all="ignore"):
-        difference, scale = np.abs(found.astype("float64") - exact).max(), np.abs(exact).max()
+        difference, scale = np.abs(found.astype("float64") - exact).max(initial=0), np.abs(exact).max(initial=0)
         return float(difference / max(scale, _SMALLEST)) if difference else 0.0
 
 
@@ -251,6 +246,5 @@ def _check_place(path: Path, is_folder: bool) -> None:
 
 
 def _require_onnx(check: bool) -> None:
-    require("onnx", "onnx", "export")
-    if check:
-        require("onnxruntime", "onnx", "export")
+    for name in ("onnx", "onnxruntime") if check else ("onnx",):
+        require(name, "onnx", "export")

@@ -199,10 +199,19 @@ def _shown(graph: ExportGraph, groups: Sequence[Group]) -> Optional[OpenAxes]:
                 value = np.take(value, np.arange(size + more)[::-1] % size, axis=axis)
             inputs[name] = value
         try:
+            if not (graph.is_np or _keeps_sizes(graph, inputs)):
+                break
             trials.append((inputs, graph.run(inputs)))
         except Exception:  # whatever the network raises, it does not accept these sizes
             break
     return OpenAxes(names, trials) if trials or not names else None
+
+
+def _keeps_sizes(graph: ExportGraph, inputs: Dict[str, np.ndarray]) -> bool:
+    """Return whether each Reshape has as many values as it reads: MXNet does not check it, and would read beyond them."""
+    shapes, nodes = shapes_in(graph.symbol, {**inputs, **graph.params}), graph.nodes()
+    reads = [(node["name"], *node["inputs"][0][:2]) for node in nodes if node["op"] == "Reshape"]
+    return all(np.prod(shapes[name][0]) == np.prod(shapes[nodes[source]["name"]][number]) for name, source, number in reads)
 
 
 def _is_recurrent(graph: ExportGraph) -> bool:

@@ -16,7 +16,7 @@ from ..data_parallel.step import Batch
 from ..distributed import group
 from ..errors import TrainerError
 from ..nested import Array, is_device_array, joinable
-from .metrics import Metric, Metrics, named_metrics, total_of
+from .metrics import Metric, Metrics, joins_shards, named_metrics, total_of
 
 _MOST_SHARDS = 256
 _MOST_BYTES = 2**23  # device memory of the shards of one place that wait to be joined
@@ -69,7 +69,7 @@ class DeviceSums:
 
     def __init__(self, metrics: Metrics = (), *, num_shards: Optional[int] = None) -> None:
         self._metrics = named_metrics(metrics)
-        self._joined = {name: metric for name, metric in self._metrics.items() if getattr(metric, "joins_shards", False)}
+        self._joined = {name: metric for name, metric in self._metrics.items() if joins_shards(metric)}
         self._num_shards = num_shards
         self._known: Dict[Hashable, About] = {}  # by the plan of a batch
         self._held: DefaultDict[Place, Held] = defaultdict(Held)

@@ -31,7 +31,7 @@ class MetricSum(NamedTuple):
         return float(self.total.asnumpy().item()) / self.num
 
 
-def accuracy(output: Array, label: Array) -> MetricSum:
+def accuracy(output: Array, label: Array, axis: Optional[int] = None) -> MetricSum:
     """Return the number of correct predictions and the number of predictions; `float()` of the pair is the accuracy.
 
     It is a pair, because `fit`, `evaluate` and `DeviceSums`, which take the function itself, add up shards of different sizes.
@@ -39,8 +39,10 @@ def accuracy(output: Array, label: Array) -> MetricSum:
     Parameters
     ----------
     output : NDArray, shape (B, classes, ...) or (B,) or (B, 1)
-        Scores, of which the largest along axis 1 is the prediction; or predictions.
+        Scores, of which the largest is the prediction; or predictions.
     label : NDArray, shape (B, ...)
+    axis : int, optional
+        Of the classes, by default 1. Say it with `functools.partial(accuracy, axis=-1)`.
 
     Returns
     -------
@@ -58,16 +60,12 @@ def accuracy(output: Array, label: Array) -> MetricSum:
     Raises
     ------
     TrainerError
-        The output is not one array, or does not hold one row of scores for each label.
+        The output is not one array, or does not hold one row of scores for each label; or both axis 1 and the last one may hold
+        the classes, and `axis` does not say which.
 
     Source: d2l's `accuracy`.
     """
-    return _accuracy_along(1, output, label)
-
-
-def _accuracy_along(axis: int, output: Any, label: Any) -> MetricSum:
-    """Return `accuracy` of scores with the classes along this axis, if they have more than two."""
-    axis = _check_scores("accuracy", output, label, ndim=1, axis=axis)
+    axis = _axis_of_classes("accuracy", output, label, axis, ndim=1)
     if len(output.shape) > 1 and output.shape[axis] > 1:
         scores = output.astype("float32") if output.dtype == np.float16 else output  # argmax has the scores' dtype
         output = scores.argmax(axis=axis)
@@ -79,8 +77,8 @@ def _accuracy_along(axis: int, output: Any, label: Any) -> MetricSum:
 accuracy.joins_shards = True  # type: ignore[attr-defined]  # for joined shards it returns the sum over them
 
 
-def top_k_accuracy(k: int) -> Metric:
-    """Return a metric that counts the labels among the k largest scores.
+def top_k_accuracy(k: int, axis: Optional[int] = None) -> Metric:
+    """Return a metric that counts the labels among the k largest scores, with the classes along this axis, by default 1.
 
     Examples
     --------
@@ -92,21 +90,21 @@ def top_k_accuracy(k: int) -> Metric:
     k = whole_number("top_k_accuracy", "k", k, advice="5 is usual.")
 
     def top_k(output: Array, label: Array) -> MetricSum:
-        _check_scores(f"top_{k}_accuracy", output, label, ndim=2)
-        scores = output.as_nd_ndarray()
-        labels = label.as_nd_ndarray().reshape((scores.shape[0],) + scores.shape[2:])
-        best = mx.nd.topk(scores, axis=1, k=min(k, scores.shape[1]), dtype="float64")
-        return MetricSum(total_of(mx.nd.broadcast_equal(best, labels.astype("float64").expand_dims(1))), label.size)
+        classes = _axis_of_classes(f"top_{k}_accuracy", output, label, axis, ndim=2)
+        scores, shape = output.as_nd_ndarray(), output.shape
+        labels = label.as_nd_ndarray().astype("float64").reshape(shape[:classes] + (1,) + shape[classes + 1 :])
+        best = mx.nd.topk(scores, axis=classes, k=min(k, shape[classes]), dtype="float64")
+        return MetricSum(total_of(mx.nd.broadcast_equal(best, labels)), label.size)
 
     top_k.__name__ = f"top_{k}_accuracy"
     top_k.joins_shards = True  # type: ignore[attr-defined]
     return top_k
 
 
-def _check_scores(name: str, output: Any, label: Any, *, ndim: int, axis: int = 1) -> int:
-    """Raise `TrainerError` unless this output holds one row of scores, or one prediction, for each label.
+def _axis_of_classes(name: str, output: Any, label: Any, axis: Optional[int], *, ndim: int) -> int:
+    """Return the axis of the classes, counted from the first one.
 
-    Return the axis of the classes, counted from the first one.
+    Raise `TrainerError` unless this output holds one row of scores along it, or one prediction, for each label.
     """
     if not is_device_array(output) or not is_device_array(label):
         kinds = [type(one).__name__ + (f" of {len(one)}" if isinstance(one, (list, tuple)) else "") for one in (output, label)]
@@ -115,14 +113,17 @@ def _check_scores(name: str, output: Any, label: Any, *, ndim: int, axis: int = 
             f"or a function that picks one: metrics={{'{name}': lambda output, label: accuracy(output[0], label)}}."
         )
     shape = output.shape
-    axis = axis % len(shape) if len(shape) > 2 else 1
-    rest = shape[:axis] + shape[axis + 1 :] if len(shape) > 1 and (shape[axis] > 1 or ndim > 1) else shape
-    if len(shape) < ndim or int(np.prod(rest)) != label.size:
+    is_known = len(shape) > 2 and axis in range(-len(shape), len(shape))
+    found = (axis or 0) % len(shape) if is_known else 1
+    rest = shape[:found] + shape[found + 1 :] if len(shape) > 1 and (shape[found] > 1 or ndim > 1) else shape
+    is_open = not is_known and len(shape) > 2 and (axis is not None or rest == shape[:-1])  # the last axis fits as well
+    if len(shape) < ndim or int(np.prod(rest)) != label.size or is_open:
         raise TrainerError(
             f"{name}: got an output of shape {shape} and a label of shape {label.shape}; expected a row of scores for each "
-            f"label, with the classes along axis {axis}. Pass metrics=() where the labels are not classes."
+            f"label, with the classes along axis {found}{', or to know the axis' if is_open else ''}. Pass axis=1 or axis=-1: "
+            "metrics=[functools.partial(accuracy, axis=-1)] or [top_k_accuracy(5, axis=-1)]; or metrics=() without classes."
         )
-    return axis
+    return found
 
 
 def metrics_for(metrics: Union[str, Metrics], loss: Any) -> Metrics:
@@ -130,7 +131,7 @@ def metrics_for(metrics: Union[str, Metrics], loss: Any) -> Metrics:
 
     Examples
     --------
-    >>> [list(metrics_for("auto", loss)) for loss in (gluon.loss.L2Loss(), gluon.loss.SoftmaxCELoss())]
+    >>> [list(named_metrics(metrics_for("auto", loss))) for loss in (gluon.loss.L2Loss(), gluon.loss.SoftmaxCELoss())]
     [[], ['accuracy']]
     """
     if not isinstance(metrics, str) or metrics != "auto":
@@ -138,16 +139,18 @@ def metrics_for(metrics: Union[str, Metrics], loss: Any) -> Metrics:
     kind = next((kind for kind in type(loss).__mro__ if kind.__module__ == gluon.loss.__name__), gluon.loss.Loss)
     if not issubclass(kind, gluon.loss.SoftmaxCELoss):
         return [accuracy] if kind is gluon.loss.Loss else []
-    along = partial(_accuracy_along, loss._axis)
-    along.joins_shards = True  # type: ignore[attr-defined]
-    return {"accuracy": along} if loss._sparse_label else []
+    return [partial(accuracy, axis=loss._axis)] if loss._sparse_label else []
+
+
+def joins_shards(metric: Metric) -> bool:
+    """Return whether a metric returns the sum over joined shards."""
+    return getattr(getattr(metric, "func", metric), "joins_shards", False)
 
 
 def check_metrics(metrics: Metrics, outputs: Sequence[Any], labels: Sequence[Any]) -> None:
     """Raise `TrainerError` if this package's metrics reject the first shard. Others, which may count calls, are not called."""
-    for metric in named_metrics(metrics).values():
-        if getattr(metric, "joins_shards", False) and outputs:
-            metric(outputs[0], labels[0])
+    for metric in filter(joins_shards, named_metrics(metrics).values() if outputs else ()):
+        metric(outputs[0], labels[0])
 
 
 def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
@@ -164,7 +167,7 @@ def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
         listed: Any = [metrics] if callable(metrics) else [] if metrics is None else metrics
         what = "a list of functions, or a dict name -> function"
         instance("metrics", "metrics", listed, (list, tuple), what, advice="Pass [accuracy].")
-        named = {getattr(metric, "__name__", str(metric)): metric for metric in listed}
+        named = {getattr(getattr(metric, "func", metric), "__name__", str(metric)): metric for metric in listed}
         if len(named) < len(listed):
             raise TrainerError(
                 f"metrics: got {len(listed)} of which some share a name; expected different names. Pass a dict name -> metric."

@@ -102,6 +102,28 @@ def test_a_checkpoint_is_replaced_or_stays(tmp_path, monkeypatch, broken):
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
+class Initial(mx.init.Initializer):
+    def _init_weight(self, name, array):
+        array[()] = 3
+
+
+def test_a_parameter_without_axes(tmp_path):
+    """It could be saved, and not loaded."""
+    mx.npx.set_np()
+    try:
+        net = nn.HybridSequential()
+        net.scale = net.params.get("scale", shape=(), init=Initial())
+        net.initialize(ctx=cpus(2))
+        trainer = mgpu.Trainer(net, "adam", {"learning_rate": 1.0})
+        mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+        for array in net.scale.list_data():
+            array[()] = 4
+        mgpu.load_checkpoint(tmp_path / "c", net, trainer)
+        assert [array.item() for array in net.scale.list_data()] == [3, 3]
+    finally:
+        mx.npx.reset_np()
+
+
 # What is refused
 
 

@@ -294,6 +294,8 @@ class Trainer(gluon.Trainer):
         if self._num_open:
             self.gradients.count(adds=not self._sum.hold())
             self._num_counted += batch_size
+            if group() is None:  # processes may have other numbers of batches
+                self._move_statistics()
             return
         if self.gradients.has_counted and not self.gradients.all_take_part and not self.gradients.has_new():
             raise StaleGradientError(
@@ -592,8 +594,7 @@ class Trainer(gluon.Trainer):
         self._sum.run(slabs)
 
     def _apply(self, slabs: List[Slab], batch_size: float) -> None:
-        if self.tree is None and not self.trains_apart:  # those move them themselves
-            self.running_stats.move(self._layout.slabs, idle_devices())
+        self._move_statistics()
         num_examples, self._num_counted = self._num_counted + batch_size, 0
         scale = self._loss_scale_of(slabs)
         if self.sharded_data:
@@ -614,6 +615,11 @@ class Trainer(gluon.Trainer):
                 self.replica_check.after_update()
         self.gradients.put_back_running()
         self._summed = None
+
+    def _move_statistics(self) -> None:
+        """Move BatchNorm's running statistics after a pass. Virtual shards, and devices that train apart, do it themselves."""
+        if self.tree is None and not self.trains_apart:
+            self.running_stats.move(self._layout.slabs, idle_devices())
 
     def _make_equal(self, slabs: List[Slab]) -> None:
         """Give all devices what the first one holds, or the owner."""

@@ -210,7 +210,8 @@ VALLEY = [1.0, 0.5, 0.4, 0.45, 0.41, 0.40, 0.39, 0.6, 0.6, 0.6]  # best in epoch
         ("test_loss", VALLEY, {"patience": 0}, 4, (0.4, 3)),
         ("test_loss", VALLEY, {"patience": 1}, 5, (0.4, 3)),
         ("test_loss", VALLEY, {"patience": 2}, 6, (0.4, 3)),  # as good is not better
-        ("test_loss", VALLEY, {}, 10, None),  # 0.39 comes in time, and 10 is the end
+        ("test_loss", VALLEY, {}, 10, None),  # 0.39 comes in time
+        ("test_loss", [1.0] * 10, {"patience": 8}, 10, None),  # it would stop after the last epoch
         ("test_loss", VALLEY, {"patience": 2, "min_delta": 0.2}, 5, (0.5, 2)),
         ("test_loss", FALLING, {"patience": 1, "min_delta": 0.15}, 10, None),  # every second epoch is better by enough
         ("test_loss", FALLING, {"patience": 1, "min_delta": 0.25}, 3, (1.0, 1)),

@@ -129,12 +129,10 @@ def fit(
         SIGTERM or SIGUSR1, after saving; its code is 143 or 85.
     """
     counts = {"epochs": epochs, "max_inflight": max_inflight, "accumulate_grad_batches": accumulate_grad_batches}
+    limits = Limits(max_steps, limit_batches, limit_eval_batches, evaluate_every)
+    counts.update((name, value) for name, value in vars(limits).items() if value is not None)
     for name, value in counts.items():
         whole_number("fit", name, value, advice="Pass 1 or more.")
-    limits = Limits(max_steps, limit_batches, limit_eval_batches, evaluate_every)
-    for name, value in vars(limits).items():
-        if value is not None:
-            whole_number("fit", name, value, advice="None sets no limit.")
     instance("fit", "trainer", trainer, Trainer, "a gluon_mgpu.Trainer", advice="Pass Trainer(net, 'sgd').")
     check_network("fit", net)
     check_iterable("fit", "train_iter", train_iter, reader="fit")
@@ -229,6 +227,8 @@ def _run_epochs(run: Run, state: FitState, callbacks: Sequence[Callback], caught
             average_replicas(state.net)
         call_each(callbacks, "on_epoch_end", state)
         run.raise_if_stopped(StopVote().after_step(caught.signum), f"after epoch {epoch}")
+    else:  # a callback may have asked to stop after the last one
+        state.stop = ""
     if run.is_over() and not state.stop:
         state.stop = f"max_steps={run.limits.max_steps}"
 

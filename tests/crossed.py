@@ -18,7 +18,7 @@ from gluon_mgpu.refusals import JOINING
 from mxnet import autograd
 from mxnet.gluon import nn
 
-from .crossing_nets import Fork, Join, load, make_generator, make_net
+from .crossing_nets import Fork, Join, load, make_generator, make_net, shortened
 from .crossings import LOSS, Plain, Program, World
 
 ROOT = Path(__file__).parent.parent
@@ -136,16 +136,26 @@ class Ours(World):
         else:
             self.train(how, batches[-1:], 1)
 
+    def parts(self, how, sizes):
+        """One update by several batches, of the network and of the one without its last layer in turns."""
+        with self.trainer.accumulate():
+            for number, size in enumerate(sizes):
+                self.num_left_out = number % 2
+                self.train(how, [self.next_batch(size)], 1)
+        self.num_left_out = 0
+        self.trainer.flush(self.program.ignore_stale)
+
     def train(self, how, batches, micro_steps):
         """Train on batches, which make one update unless `accumulate` is open."""
         ignore, options = self.program.ignore_stale, {"micro_steps": micro_steps, "split_f": self.split}
-        (X, y), net, trainer = batches[0], self.net, self.trainer
+        (X, y), net, trainer = batches[0], shortened(self.net, self.num_left_out), self.trainer
         if how == "train_batch":
             mgpu.train_batch(net, self.loss, trainer, X, y, ignore_stale_grad=ignore, **options)
         elif how == "compiled":
-            if micro_steps not in self.steps:
-                self.steps[micro_steps] = mgpu.compile_step(net, LOSS, trainer, ignore_stale_grad=ignore, **options)
-            self.steps[micro_steps](X, y)
+            kind = micro_steps, self.num_left_out
+            if kind not in self.steps:
+                self.steps[kind] = mgpu.compile_step(net, LOSS, trainer, ignore_stale_grad=ignore, **options)
+            self.steps[kind](X, y)
         elif "fit" in how:
             options.update(accumulate_grad_batches=len(batches), metrics=(), callbacks=[], epochs=1)
             options.update(compiled="on" if how == "compiled fit" else "auto")
@@ -163,7 +173,8 @@ class Ours(World):
         Xs, ys = self.split(X, y, self.trainer.contexts)
         with autograd.record():
             Xs = Xs if generator is None else [generator(x) for x in Xs]
-            outputs = mgpu.data_parallel.forward_shards(self.net, Xs) if self.bn == "sync" else [self.net(x) for x in Xs]
+            net = shortened(self.net, self.num_left_out)
+            outputs = mgpu.data_parallel.forward_shards(net, Xs) if self.bn == "sync" else [net(x) for x in Xs]
             losses = [self.loss(output, y.as_in_context(output.context)) for output, y in zip(outputs, ys)]
         is_full = len(losses) == len(self.trainer.contexts)  # MXNet's backward() counts no devices, and no examples of statistics
         is_plain = how == "plain" and is_full and not self.program.recompute and "norm" not in self.program.net

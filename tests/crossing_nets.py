@@ -117,6 +117,15 @@ def make_net(program, contexts, seed=0):
     return net
 
 
+def shortened(net, num_layers):
+    """Return the network without its last layers."""
+    if not num_layers:
+        return net
+    part = nn.HybridSequential(prefix="")
+    part.add(*list(net._children.values())[:-num_layers])
+    return part
+
+
 def make_generator(contexts):
     """Return a network whose output another network takes."""
     generator = nn.Dense(5, in_units=5, activation="tanh", prefix="g_")

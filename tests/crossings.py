@@ -7,7 +7,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
-from .crossing_nets import MOMENTUM, load, make_generator, make_net
+from .crossing_nets import MOMENTUM, load, make_generator, make_net, shortened
 
 OPTIMIZERS = {  # a large epsilon, so that rounding does not grow where gradients are near 0
     "sgd": {"learning_rate": 0.1, "wd": 0.01},
@@ -72,12 +72,14 @@ class World:
 
     def __init__(self, program):
         self.program, self.is_adding, self.bn = program, program.adds, program.bn
-        self.num_batches, self.outputs = 0, []
+        self.num_batches, self.outputs, self.num_left_out = 0, [], 0
 
     def do(self, statement):
         """Run one statement; without anything to train, those that train do nothing."""
         verb, *values = statement
-        if verb in ("step", "group", "dropped", "broken") and not {name for name in self.trained(self.nets[0]) if name[0] != "x"}:
+        if verb in ("step", "group", "parts", "dropped", "broken") and not {
+            name for name in self.trained(self.nets[0]) if name[0] != "x"
+        }:
             return
         getattr(self, verb)(*values)
 
@@ -166,10 +168,16 @@ class Plain(World):
         """One update by one batch."""
         self.group(how, [size], "step", micro_steps)
 
-    def group(self, how, sizes, ends="step", micro_steps=1):
+    def parts(self, how, sizes):
+        """One update by several batches, of the network and of the one without its last layer in turns."""
+        self.group(how, sizes, "flush", parts=True)
+
+    def group(self, how, sizes, ends="step", micro_steps=1, *, parts=False):
         """One update by several batches."""
-        for size in sizes:
-            self.backward(*self.next_batch(size), micro_steps, by_hand=how in ("hand", "plain", "reduce"))
+        for number, size in enumerate(sizes):
+            self.num_left_out = number % 2 if parts else 0
+            self.backward(*self.next_batch(size), micro_steps, by_hand=how in ("hand", "plain", "reduce"), moves=True)
+        self.num_left_out = 0
         for at in range(len(self.nets)):
             self.apply(at, sum(sizes) / len(self.nets), self.program.ignore_stale and "fit" not in how)
         self.sums = self.sums if self.is_adding else [{} for _ in self.nets]
@@ -179,7 +187,7 @@ class Plain(World):
         if not self.program.local_steps:
             self.average_statistics()
 
-    def backward(self, X, y, micro_steps=1, *, by_hand=True, generator=None):
+    def backward(self, X, y, micro_steps=1, *, by_hand=True, generator=None, moves=False):
         """Add up the gradients of a batch, piece by piece, and move the running statistics."""
         for own in self.shares(len(X), *((1, 1) if by_hand else (micro_steps, self.program.micro_batches))):
             seen = []
@@ -190,6 +198,8 @@ class Plain(World):
                 self.behind[place] += end - begin
             for name in self.stats[0]:
                 self.move(name, seen)
+            if moves and not self.program.local_steps and self.program.num_processes == 1:
+                self.average_statistics()
 
     def shares(self, size, micro_steps, micro_batches):
         """Return lists of pieces. Each piece is normalised by itself; the running statistics move once a list."""
@@ -211,7 +221,7 @@ class Plain(World):
         if self.bn == "sync":  # MXNet moves no statistics of a layer whose backward pass nothing needs
             x.attach_grad()
         with autograd.record():
-            loss = LOSS(net(x if generator is None else generator(x)), y)
+            loss = LOSS(shortened(net, self.num_left_out)(x if generator is None else generator(x)), y)
         if self.bn == "sync" or any(self.trained(one) for one in (net, generator) if one is not None):
             loss.backward()
         for owner, sums in ((net, self.sums[at]), (generator, self.generator_sums)):

@@ -73,6 +73,9 @@ STORIES = {
     "virtual shards of an update that is clipped": Program(virtual_shards=4, clip_norm=0.05, statements=(STEP, FEW, STEP)),
     "an exception between virtual shards": Program(num_devices=2, virtual_shards=4, statements=(STEP, BROKEN, STEP)),
     "an exception between micro-batches": Program(stages=2, replicas=2, micro_batches=2, statements=(STEP, BROKEN, STEP)),
+    "graphs of parts of the network": Program(
+        num_devices=2, virtual_shards=4, ignore_stale=True, statements=(("parts", "compiled", [6, 6, 6, 6]),)
+    ),
     "compiled and recorded in turns": Program(
         num_devices=2, hybridize="static", statements=(COMPILED, STEP, COMPILED, ONE, COMPILED)
     ),
@@ -112,7 +115,8 @@ def programs(draw, num_processes=1, net=None, mode=None):
     fields["optimizer"] = rarely(["nadam"], fields["optimizer"], 20)
     fields["offset"] = rarely([100.0], 0.0) if fields["net"] in ("norm_first", "norms") else 0.0
     fields["clip_norm"], fields["clip_value"] = rarely([0.05], None), rarely([0.01], None)
-    fields["ignore_stale"] = draw(st.booleans()) if fields["net"] == "unused" else False
+    parts = fields["net"] in ("plain", "residual", "tied", "norm", "norms") and mode in ("data", "virtual") and not several
+    fields["ignore_stale"] = draw(st.booleans()) if parts or fields["net"] == "unused" else False
     fields["adds"] = rarely([True], False, 20 if mode == "virtual" else 6)
     fields["num_devices"] = draw(st.sampled_from([1, 2] if several else [1, 2, 3, 4]))
     hows = HOWS
@@ -162,6 +166,9 @@ def statements(fields, hows, mode):
     kinds += [one("rate", st.sampled_from([0.02, 0.2]))]
     kinds += [one("renew")] * (not fields["adds"]) + [one("reload", st.sampled_from(counts))] * 3
     kinds += [one("multiply", layers, st.sampled_from([0.0, 0.3, 1.0, 2.0]), st.sampled_from([0.0, 1.0, 3.0]))] * 3
+    if fields["ignore_stale"] and fields["net"] != "unused":
+        hand = [how for how in hows if how not in ("reduce", "fit", "compiled fit")]
+        kinds += [one("parts", st.sampled_from(hand), st.lists(sizes, min_size=2, max_size=4))] * 3
     kinds = [st.tuples(kind) for kind in kinds]
     if mode != "local" and fields["adds"] or mode == "virtual":
         kinds += [st.tuples(one("add", st.booleans())), st.tuples(one("zero"))]

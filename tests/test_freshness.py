@@ -578,3 +578,39 @@ def test_a_layer_that_is_never_used_hides_no_parts(parts, backward):
         backward(losses_of(head, data(2, 8), CPU[:2]))
         second.step(8)
     assert second.optimizer.num_update == 2
+
+
+def trunk_and_head():
+    """A network in two parts, and a trainer of each."""
+    net = sequential(nn.Dense(3, in_units=2), nn.Dense(1, in_units=3), ctx=CPU[:2])
+    return net, *(mgpu.Trainer(part, "sgd", {"learning_rate": 0.01}) for part in net)
+
+
+def test_compiled_steps_of_a_network_and_of_its_trunk():
+    """The trunk's own compiled step hid that the next one of the network wrote its gradients: `step` raised."""
+    X, y, wide = data(1, 4, 2), np.zeros((4, 1), "float32"), np.zeros((4, 3), "float32")
+    found, loss = [], gluon.loss.L2Loss()
+    for compiled in (True, False):
+        mx.random.seed(0)
+        net, trunk, head = trunk_and_head()
+        if compiled:
+            main, pretext = mgpu.compile_step(net, loss, head), mgpu.compile_step(net[0], loss, trunk)
+        else:
+            main, pretext = partial(mgpu.train_batch, net, loss, head), partial(mgpu.train_batch, net[0], loss, trunk)
+        for _ in range(3):
+            main(X, y)
+            trunk.step(4)
+            pretext(X, wide)
+        found.append(weights_of(net))
+    assert largest_difference(*found) < 1e-6
+
+
+def test_frozen_parameters_have_no_parts():
+    """Their trainer's step raised an IndexError."""
+    net, trunk, head = trunk_and_head()
+    X, y = data(1, 4, 2), np.zeros((4, 1), "float32")
+    mgpu.train_batch(net, gluon.loss.L2Loss(), trunk, X, y, micro_steps=2)
+    net[1].collect_params().setattr("grad_req", "null")
+    mgpu.backward(losses_of(net, X, CPU[:2]))
+    trunk.step(4)
+    head.step(4, ignore_stale_grad=True)

@@ -158,6 +158,19 @@ def test_a_pass_that_no_step_used_counts_before_evaluation(backward, weights, dr
     assert all((array.asnumpy() == np.float32([0.1, 0.3])).all() for array in net[0].running_var.list_data())
 
 
+def test_a_pass_that_no_step_used_counts_before_update_bn():
+    """By its own examples, not by those of the next batch."""
+    net, trainer = normed(2)
+    X, y = batch(3)
+    go_back(net, trainer, X, y)
+    trainer.discard()
+    mgpu.update_bn(net, [batch(4, 1)])
+    one, other = moved(INITIAL, X[:2]), moved(INITIAL, X[2:])
+    skipped = [(2 * a + b) / 3 for a, b in zip(one, other)]
+    later = batch(4, 1)[0]
+    assert_stats(net, np.mean([moved(skipped, later[:2]), moved(skipped, later[2:])], axis=0))
+
+
 def test_other_values_without_a_gradient_stay():
     """The mean of the changes of a mask of attention would be NaN."""
     net, _ = normed(2)

@@ -77,7 +77,7 @@ class VirtualPasses(Passes):
                 replica = place // each
                 if self._inner.draws is not False:
                     mx.random.seed(virtual.seed_of(first + place), contexts[replica])
-                if not self._inner.is_compiled:  # a graph writes all gradients
+                if place % each == 0 or not self._inner.is_compiled:  # a graph always writes the same gradients
                     with autograd.pause():
                         for buffer in buffers:
                             zero(buffer.gradients[replica])

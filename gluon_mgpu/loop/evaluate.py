@@ -107,6 +107,9 @@ def eval_batch(
 ) -> Batch:
     """Run one batch forward over the devices, in prediction mode, and return its outputs. It does not wait.
 
+    Each device predicts with its own weights and running statistics. They differ after a pass that no step has used, and between
+    the averages of `LocalSGD`: `trainer.average_replicas()` makes them equal, as `evaluate` and `predict` do.
+
     Parameters
     ----------
     net : gluon.Block

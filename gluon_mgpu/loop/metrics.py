@@ -184,6 +184,5 @@ def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
 def total_of(array: Array) -> Array:
     """Return the sum of an array as a legacy array of shape (1,), on its device, counted in float32 or better."""
     classic = array.as_nd_ndarray().reshape((-1,))
-    if classic.dtype in (np.float16, np.bool_, np.int8, np.uint8):
-        classic = classic.astype("float32")
-    return mx.nd.sum(classic).reshape((1,))
+    is_small = classic.dtype in (np.float16, np.bool_, np.int8, np.uint8)
+    return mx.nd.sum(classic.astype("float32") if is_small else classic).reshape((1,))

@@ -16,7 +16,7 @@ from ..distributed import any_process, group, own_batches
 from ..errors import TrainerError
 from ..nested import Array, is_device_array, is_float, leaves
 from ..refusals import refusal
-from ..trainer.parameters import devices_of, spans_devices, trainers_of
+from ..trainer.parameters import average_replicas, devices_of, spans_devices, trainers_of
 from ..trainer.running_stats import RunningStats, is_running_stat, running_stats
 from ..trainer.sums import make_sum
 
@@ -65,6 +65,7 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
     trainers = trainers_of(net)
     for trainer in trainers:
         trainer.check_applied("update_bn")
+    average_replicas(net)  # passes that no step has used count by their own examples
     passes = Passes(net, _zero, trains=True)
     moved = RunningStats(stats, make_sum("device"), devices)
     reads_own = any(trainer.sharded_data for trainer in trainers)

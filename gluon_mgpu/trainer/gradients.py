@@ -291,7 +291,7 @@ class Gradients:
         self._layout.follow(looks=not self.is_fixed)
         self._is_lost = self._follow(looks=False) or self._is_lost
         fresh = self._read()
-        if self._doubt != _PARTS and not fresh.any():
+        if not (fresh.any() or (len(fresh) and self._doubt == _PARTS)):
             return fresh
         if self._is_lost:
             raise refusal("Trainer.step", "static_shape", "a loop by hand after a change of grad_req")
@@ -449,6 +449,7 @@ class Gradients:
                 self.drop_unused()
             if not written.any():
                 return
+            self._is_behind = self._is_behind and bool(self._flags.read().any())  # unless an older one is set
             self._flags.put(written, True)
             own._is_behind = False
             if not joins:

@@ -201,9 +201,9 @@ class TreeSum(DeviceSum):
         if self.virtual.base is None:
             self.virtual.base, _ = draw_base(self._contexts[0])
         self._nodes = [[] for _ in self._contexts]  # without those of a batch that an exception has stopped
-        if slabs is not self._latest:  # frozen or thawed since, for example
+        if slabs != self._latest:  # frozen or thawed since, for example
             if self._total is not None:
-                what = "gradients accumulated of other parameters"
+                what = "gradients accumulated of other parameters, or with other multipliers"
                 raise refusal("train_batch", "virtual_shards", "accumulated gradients", what)
             self._latest = slabs
             self._targets = [[slab.gradients[i].as_nd_ndarray() for slab in slabs] for i in range(len(self._contexts))]

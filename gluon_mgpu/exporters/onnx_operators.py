@@ -59,7 +59,7 @@ class Operator:
         self.sources = [nodes[source]["op"] for source, _ in places]
         self.inputs = [known[source][number].name for source, number in places]
         self.dtypes = [known[source][number].dtype for source, number in places]
-        self.shapes = [shapes[nodes[source]["name"]][number] for source, number in places if shapes]
+        self.shapes = [shapes[nodes[source]["name"]][number] for source, number in places]
         self.outputs, self.result = [self.name], self.dtypes[:1] * 100
         self.nodes: List[Any] = []
         self.constants: List[Any] = []

@@ -71,10 +71,10 @@ def parsed(text: Any) -> Any:
 
 
 def shapes_in(symbol: Any, known: Dict[str, np.ndarray]) -> Dict[str, List[Tuple[int, ...]]]:
-    """Return the shapes of each node's outputs by its name, for arrays by the names of the graph's inputs; {} if unknown."""
+    """Return the shapes of each node's outputs by its name, for arrays by the names of the graph's inputs; () if unknown."""
     every = symbol.get_internals()
     found: Dict[str, List[Tuple[int, ...]]] = {}
-    for one, shape in zip(every, every.infer_shape(**{name: value.shape for name, value in known.items()})[1] or ()):
+    for one, shape in zip(every, every.infer_shape_partial(**{name: value.shape for name, value in known.items()})[1]):
         found.setdefault(one.name, []).append(shape)
     return found
 

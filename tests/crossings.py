@@ -198,7 +198,7 @@ class Plain(World):
                 self.behind[place] += end - begin
             for name in self.stats[0]:
                 self.move(name, seen)
-            if moves and not self.program.local_steps and self.program.num_processes == 1:
+            if moves and not self.program.local_steps:
                 self.average_statistics()
 
     def shares(self, size, micro_steps, micro_batches):

@@ -127,12 +127,20 @@ def test_an_altered_manifest_is_refused(saved, run, tmp_path, value):
 # Other data
 
 
-def test_other_data_after_an_epoch_are_warned_of(saved, tmp_path, caplog):
-    shutil.copytree(saved, tmp_path / "run")
+def test_other_data_after_an_epoch(saved, tmp_path, caplog):
+    """A loader that knows its data and their order raises: another seed of a split would train on test data. Others warn."""
+    folder = shutil.copytree(saved, tmp_path / "run")
     with caplog.at_level(logging.WARNING, "gluon_mgpu"):
-        Run(begun=False).fit(tmp_path / "run", epochs=3, resume=tmp_path / "run" / "last")
+        Run(begun=False).fit(folder, epochs=3, resume=folder / "last")
         assert not caplog.messages
-        Run(begun=False, num_examples=9).fit(tmp_path / "run", epochs=4, resume=tmp_path / "run" / "last")
+        other, seeded = Run(begun=False, num_examples=9), Run(begun=False)
+        seeded.data = ArrayLoader(X, Y, 3, shuffle=True, seed=1)
+        for one in (other, seeded):
+            with pytest.raises(StateError, match="other data or another seed"):
+                one.fit(folder, epochs=4, resume=folder / "last")
+        caplog.clear()
+        other.data = list(other.data)
+        other.fit(folder, epochs=4, resume=folder / "last")
     assert "fit: got a train_iter of 3 batches, and a checkpoint of a run with 4" in caplog.messages[0]
 
 

@@ -11,6 +11,7 @@ from mxnet import gluon, io
 from ..checks import is_whole
 from ..data.iterators import batches_of, rolls_over
 from ..distributed import group
+from ..distributed.process import this_process
 from ..errors import StateError
 from ..runtime.environment import logger
 from ..trainer.trainer import Trainer
@@ -36,6 +37,8 @@ class FitProgress:
         Batches since the run began.
     num_batches : int
         Batches of an epoch, 0 if the data iterator has no length.
+    data : str
+        What tells the data and their order from others: the `fingerprint` of the data iterator, "" if it has none.
     examples : int
         Finished examples of this epoch.
     seconds : float
@@ -58,6 +61,7 @@ class FitProgress:
     batches: int = 0
     step: int = 0
     num_batches: int = 0
+    data: str = ""
     examples: int = 0
     seconds: float = 0.0
     loader_epoch: Optional[int] = None
@@ -140,10 +144,16 @@ def has_changed_rate(content: CheckpointData) -> bool:
 
 
 def check_data(position: FitProgress, train_iter: Iterable[Any]) -> None:
-    """Raise `StateError` if a run would resume within an epoch with other data; between epochs, log a warning.
+    """Raise `StateError` if a run would resume with other data, or within an epoch with another number of batches.
 
-    It compares the number of batches, where data iterators have it.
+    It compares fingerprints and numbers, where data iterators have them. Between epochs, another number is a warning.
     """
+    there, here = position.data, getattr(train_iter, "fingerprint", "")
+    if there and here and there != here and not this_process().rank:  # other processes may have their own data
+        raise StateError(
+            "fit: got a train_iter of other data or another seed than the run; expected the same. Use those of "
+            "the stopped run, or load_checkpoint(folder, net, trainer, states_only=True) and fit without resume."
+        )
     sampler = getattr(train_iter, "_batch_sampler", None)
     rolls = rolls_over(train_iter) or getattr(sampler, "_last_batch", "") == "rollover"
     shuffles = isinstance(train_iter, io.NDArrayIter) and train_iter.shuffle
@@ -158,7 +168,7 @@ def check_data(position: FitProgress, train_iter: Iterable[Any]) -> None:
             f"fit: got a train_iter of {now} batches, and a checkpoint in the middle of an epoch of {then}; expected the same "
             "batches. Use the batch size and the data of the stopped run, and no last_batch='rollover'."
         )
-    logger.warning("fit: got a train_iter of %d batches, and a checkpoint of a run with %d: the data differ.", now, then)
+    logger.warning("fit: got a train_iter of %d batches, and a checkpoint of a run with %d: other data or sizes.", now, then)
 
 
 def num_batches_of(train_iter: Any) -> int:

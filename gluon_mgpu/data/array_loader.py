@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, Iterator, Tuple
 
 import numpy as np
@@ -31,6 +32,8 @@ class ArrayLoader:
     ----------
     epoch : int
         The number of passes begun. Set it to resume another run.
+    fingerprint : str
+        Of the labels, their number and the seed: `fit` resumes only with the same.
 
     Raises
     ------
@@ -61,6 +64,7 @@ class ArrayLoader:
         self.X, self.y = X, y
         self.batch_size, self.shuffle, self.seed, self.epoch = int(batch_size), shuffle, seed, 0
         self._keep = last_batch == "keep"
+        self.fingerprint = f"{zlib.crc32(self.y.tobytes()):x}-{len(y)}-{seed * shuffle}"
 
     def __len__(self) -> int:
         """Return the number of batches of one pass."""

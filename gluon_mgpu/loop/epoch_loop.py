@@ -197,15 +197,15 @@ class Run:
 
     def _epoch_start(self) -> FitProgress:
         """Return the position before the first batch of an epoch."""
-        state = self.state
         return FitProgress(
-            state.epoch,
-            step=state.step,
+            self.state.epoch,
+            step=self.state.step,
             num_batches=num_batches_of(self.train_iter),
+            data=getattr(self.train_iter, "fingerprint", ""),
             loader_epoch=loader_epoch(self.train_iter),
             test_epoch=loader_epoch(self.test_iter),
             learning_rate=self._learning_rate,
-            evaluations=list(state.history.evaluations),
+            evaluations=list(self.state.history.evaluations),
         )
 
     def _train_epoch(self) -> Row:

@@ -294,7 +294,7 @@ class Trainer(gluon.Trainer):
         if self._num_open:
             self.gradients.count(adds=not self._sum.hold())
             self._num_counted += batch_size
-            if group() is None:  # processes may have other numbers of batches
+            if not self.sharded_data:  # other processes may have other numbers of batches
                 self._move_statistics()
             return
         if self.gradients.has_counted and not self.gradients.all_take_part and not self.gradients.has_new():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Iterator, List, Sequence, Tuple
 
 import numpy as np
@@ -45,6 +46,8 @@ class PairLoader:
     ----------
     epoch : int
         The number of passes begun. Set it to resume another run.
+    fingerprint : str
+        Of the sentences and the seed: `fit` resumes only with the same.
     lengths : numpy.ndarray of int32, shape (N, 2)
         Of each pair's source and target, including the one end added to each.
     buckets : list of LengthBucket
@@ -96,6 +99,8 @@ class PairLoader:
         self.buckets = plan_buckets(self.lengths, batch_tokens, num_buckets)
         self.shuffle, self.seed, self.num_shards = shuffle, seed, num_shards
         self.epoch = 0
+        tokens = zlib.crc32(b"".join(one.tobytes() for one in self._source + self._target))
+        self.fingerprint = f"{tokens:x}-{len(source)}-{seed * shuffle}"
         self._padded = np.zeros_like(self.lengths)
         for bucket in self.buckets:
             self._padded[bucket.examples] = bucket.padded

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import NonFiniteLossError, StepError
 from gluon_mgpu.loop.batch_loop import BatchLoop, EpochOptions
-from gluon_mgpu.loop.metric_sums import DeviceSums
+from gluon_mgpu.loop.metric_sums import MetricSums
 
 
 def run_epoch(data_iter, run_batch, metrics=(), **options):
-    return BatchLoop(run_batch, DeviceSums(metrics), EpochOptions(**options)).run(data_iter)
+    return BatchLoop(run_batch, MetricSums(metrics), EpochOptions(**options)).run(data_iter)
 
 
 def make_batch(X, y):

@@ -89,7 +89,7 @@ def test_top_k_counts_the_k_largest_scores(arrays, k):
 
 def test_uneven_shards_weigh_what_they_hold(arrays, devices):
     sizes = [5, 1, 2, 3][: len(devices) + 1]
-    sums, right, seen = mgpu.loop.DeviceSums([mgpu.accuracy]), 0, 0
+    sums, right, seen = mgpu.loop.MetricSums([mgpu.accuracy]), 0, 0
     for i, size in enumerate(sizes):
         output, label = scores(size, 3), np.random.randint(0, 3, size)
         ctx = devices[i % len(devices)]
@@ -99,7 +99,7 @@ def test_uneven_shards_weigh_what_they_hold(arrays, devices):
 
 
 def test_sums_are_read_once_a_device(arrays, devices, reads):
-    sums = mgpu.loop.DeviceSums([mgpu.accuracy, mgpu.top_k_accuracy(2)])
+    sums = mgpu.loop.MetricSums([mgpu.accuracy, mgpu.top_k_accuracy(2)])
     for _ in range(4):
         for ctx in devices:
             output, label = shard(arrays, scores(3, 3), ctx=ctx), shard(arrays, np.arange(3), "int32", ctx=ctx)
@@ -114,7 +114,7 @@ def test_sums_are_read_once_a_device(arrays, devices, reads):
 
 def test_many_examples_are_counted_exactly():
     """float32 cannot count further than 2**24 one by one."""
-    sums = mgpu.loop.DeviceSums()
+    sums = mgpu.loop.MetricSums()
     sums.add("right", mx.nd.array([2.0**24]), 2**24)
     for _ in range(3):
         sums.add("right", mx.nd.ones((1,)), 1)
@@ -124,7 +124,7 @@ def test_many_examples_are_counted_exactly():
 def test_a_batch_adds_its_losses_and_metrics():
     output, label = mx.nd.array([[2, 1], [1, 2], [1, 2]]), mx.nd.array([0, 1, 0])
     batch = mgpu.data_parallel.Batch([output[:2], output[2:]], [label[:2], label[2:]], [mx.nd.array([1, 2]), mx.nd.array([6])], 3)
-    sums = mgpu.loop.DeviceSums({"hits": mgpu.accuracy})
+    sums = mgpu.loop.MetricSums({"hits": mgpu.accuracy})
     sums.add_batch(batch)
     assert sums.read() == {"hits": 2 / 3, "loss": 3.0}
 
@@ -162,7 +162,7 @@ def test_metrics_are_named(metrics, names):
 )
 def test_what_is_no_metric_is_told(metrics, told):
     with pytest.raises(TrainerError, match=f"^metrics: {told}"):
-        mgpu.loop.DeviceSums(metrics)
+        mgpu.loop.MetricSums(metrics)
 
 
 def test_labels_of_one_column_are_labels():
@@ -174,7 +174,7 @@ def test_labels_of_one_column_are_labels():
 def test_sums_go_on_after_shards_were_joined_and_after_they_were_read(monkeypatch):
     """Of 64 shards that wait to be joined, 150 make two full groups and a rest. Reading in between adds them up as well."""
     monkeypatch.setattr("gluon_mgpu.loop.metric_sums._MOST_SHARDS", 64)
-    sums = mgpu.loop.DeviceSums([mgpu.accuracy])
+    sums = mgpu.loop.MetricSums([mgpu.accuracy])
     correct = np.random.RandomState(0).randint(0, 2, 150)
     for number, is_correct in enumerate(correct, 1):
         add_shard(sums, mx.nd.array([[0.0, 1.0]]), mx.nd.array([is_correct]))
@@ -193,7 +193,7 @@ def test_a_metric_of_its_own_sees_each_shard_once():
         seen.append(output.shape)
         return output.max().reshape((1,)), 1
 
-    sums = mgpu.loop.DeviceSums([mgpu.accuracy, largest])
+    sums = mgpu.loop.MetricSums([mgpu.accuracy, largest])
     for number in range(3):
         add_shard(sums, mx.nd.array([[0.0, number]]), mx.nd.array([1]))
     assert seen == [(1, 2)] * 3
@@ -215,7 +215,7 @@ def test_shards_that_cannot_be_joined_are_counted_one_by_one(output, label):
         return mgpu.accuracy(X.tostype("default"), y)
 
     hits.joins_shards = True
-    sums = mgpu.loop.DeviceSums([hits])
+    sums = mgpu.loop.MetricSums([hits])
     for _ in range(2):
         add_shard(sums, output, label)
     assert shapes == [(2, 2)] * 2
@@ -247,7 +247,7 @@ def test_a_metric_is_told_which_of_two_axes_holds_the_classes():
         right = (output.argmax(axis=axis) == label).sum()
         metrics = [partial(mgpu.accuracy, axis=axis), mgpu.top_k_accuracy(1, axis=axis)]
         assert [value(metric, X, y)[0] for metric in metrics] == [right, right]
-        sums = mgpu.loop.DeviceSums(metrics)
+        sums = mgpu.loop.MetricSums(metrics)
         add_shard(sums, X, y)
         assert sums.read() == {"accuracy": right / 12, "top_1_accuracy": right / 12}
     pixels, of_pixels = scores(2, 4, 4, 3), np.random.randint(0, 3, (2, 4, 4))

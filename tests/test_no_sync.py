@@ -5,7 +5,7 @@ import mxnet as mx
 import pytest
 from gluon_mgpu.data_parallel.passes import forgetting_graphs
 from gluon_mgpu.loop.batch_loop import BatchLoop, EpochOptions
-from gluon_mgpu.loop.metric_sums import DeviceSums
+from gluon_mgpu.loop.metric_sums import MetricSums
 from gluon_mgpu.trainer.precision import can_compute_bf16
 from mxnet.base import _LIB
 
@@ -73,7 +73,7 @@ def test_an_epoch_waits_only_to_keep_the_queue_short(devices, waits, monkeypatch
     mgpu.train_batch(net, LOSS, trainer, *batches[0])
     del waits[:]
     options = EpochOptions("fit", max_inflight=3)
-    BatchLoop(lambda X, y: mgpu.train_batch(net, LOSS, trainer, X, y), DeviceSums([mgpu.accuracy]), options).run(batches)
+    BatchLoop(lambda X, y: mgpu.train_batch(net, LOSS, trainer, X, y), MetricSums([mgpu.accuracy]), options).run(batches)
     assert waits.count("MXNDArraySyncCopyToCPU") == len(devices)  # the report at the end
     assert waits.count("MXNDArrayWaitToRead") == (8 - 3) * len(devices)
     assert waits.count("MXNDArrayWaitAll") == 1  # at the end, so that the last update counts

@@ -11,6 +11,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.data_parallel.graph import trace
+from gluon_mgpu.data_parallel.stats_of_parts import StatsOfParts
 from gluon_mgpu.errors import DeviceError, StaleGradientError, TrainerError
 from gluon_mgpu.pipeline.schedule import COSTS, SCHEDULES, simulate
 from gluon_mgpu.pipeline.split import _divide
@@ -18,7 +19,6 @@ from gluon_mgpu.pipeline.stage import CutGraph
 from gluon_mgpu.runtime.device_threads import in_own_thread
 from gluon_mgpu.runtime.profiler import Recording, tasks_of
 from gluon_mgpu.trainer.precision import can_compute_bf16
-from gluon_mgpu.trainer.running_stats import StatsOfParts
 from hypothesis import given
 from hypothesis import strategies as st
 from mxnet import autograd

@@ -18,7 +18,7 @@ from ..refusals import refusal
 from ..runtime.environment import logger
 from ..trainer.gradients import note_written
 from ..trainer.parameters import has_values, spans_devices
-from ..trainer.slab import MOVES
+from ..trainer.slab import Moves
 from ..trainer.trainer import Trainer
 from .batchnorm import is_synchronised
 from .executors import Executor
@@ -26,7 +26,6 @@ from .graph import Graph, NotCompilableError, inputs_of, nesting_of, reasons_aga
 from .passes import Passes, decide_shapes, forgetting_graphs, raise_named
 from .plan import form_of
 
-MODES = ("auto", "on", "off")
 MOST = 64  # bound batches of a network
 
 _DATA, _GRAD, _REQ = attrgetter("_data"), attrgetter("_grad"), attrgetter("_grad_req")
@@ -126,11 +125,11 @@ class CompiledPasses(Passes):
     def _run_graphs(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any) -> Tuple[List[Any], List[Array]]:
         if self._loss is None:
             ys = [None] * len(Xs)
-        key = None if plan is None else plan.shards
+        key = None if plan is None else plan.shard_forms
         if key is None:
             key = (mx.util.is_np_array(), *map(form_of, Xs), *map(form_of, ys))
-            if plan is not None and plan.split is not None:
-                plan.shards = key
+            if plan is not None and plan.slices is not None:
+                plan.shard_forms = key
         if not (self._graphs or has_values(self._net)):
             decide_shapes(operation, self._net, Xs, ys)
         executors = self._bound.pop(key, None) or self._bind(Xs, ys)
@@ -199,7 +198,7 @@ class CompiledPasses(Passes):
     def _look(self) -> Tuple[List[Any], List[Any]]:
         """Return what graphs and what executors depend on: the same things while they stay."""
         net, attributes = self._net, vars(self._net)
-        looked_at = MOVES.count if self._trainer is None else self._trainer.gradients.version
+        looked_at = Moves.count if self._trainer is None else self._trainer.gradients.version
         # hybridize(), cast(), set_precision() and new layers empty the network's graph, and any call makes another one
         made = [attributes.get("_cached_graph"), getattr(self._loss, "_flags", None)]  # hybridize() makes new flags
         made += [attributes.get("_active"), "forward" in attributes, is_synchronised(net)]
@@ -239,7 +238,7 @@ def make_passes(
     Parameters
     ----------
     compiled : str
-        One of `MODES`.
+        `"auto"`, `"on"` or `"off"`.
     trainer : Trainer, optional
         None for forward passes that no backward pass follows.
     kept : dict, optional
@@ -251,7 +250,7 @@ def make_passes(
     TrainerError
         The mode is none of these, or a network on several devices must be compiled as one graph.
     """
-    one_of(operation, "compiled", compiled, MODES, advice="'auto' compiles where it can.")
+    one_of(operation, "compiled", compiled, ("auto", "on", "off"), advice="'auto' compiles where it can.")
     if spans_devices(net):
         if compiled == "on":
             raise refusal(operation, "Pipeline", "compiled='on'")

@@ -39,13 +39,13 @@ class Passes:
         Whether the latest passes ran as one graph, which writes all gradients.
     draws : bool or None
         Whether they may draw random numbers; None if it is unknown.
-    notes_examples : bool
-        Whether they count the examples of each device for BatchNorm's running statistics themselves.
+    in_parts : bool
+        Whether a device computes a batch in several parts, whose gradients and changes of running statistics they add up.
     shard_numbers : list of int or None
         The number of the virtual shard of each latest output; None if there is one shard for each device.
     """
 
-    is_compiled = notes_examples = False
+    is_compiled = in_parts = False
     draws: Optional[bool] = None
     shard_numbers: Optional[List[int]] = None
 

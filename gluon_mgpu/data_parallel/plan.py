@@ -71,8 +71,8 @@ class Plan:
 
     Attributes
     ----------
-    split : SplitPlan, optional
-        How such batches are divided; None if that varies.
+    slices : SplitPlan, optional
+        Where such batches are cut; None if that varies.
     num_examples : int
         Over all processes that share the batch; of the latest batch, where the split varies.
     examples : list of (Context, int)
@@ -83,16 +83,16 @@ class Plan:
         Those of the losses that were counted.
     casts_labels : bool
         Whether labels may be bool, for a loss that does not take them.
-    shards : hashable, optional
-        The forms of the shards, noted by the first compiled passes.
+    shard_forms : hashable, optional
+        Noted by the first compiled passes.
     """
 
-    def __init__(self, split: Optional[SplitPlan], *, casts_labels: bool) -> None:
-        self.split, self.casts_labels, self.is_new = split, casts_labels, True
-        self.num_examples = 0 if split is None else split.num_examples
+    def __init__(self, slices: Optional[SplitPlan], *, casts_labels: bool) -> None:
+        self.slices, self.casts_labels, self.is_new = slices, casts_labels, True
+        self.num_examples = 0 if slices is None else slices.num_examples
         self.examples: List[Tuple[Context, int]] = []
         self.shapes: List[Tuple[int, ...]] = []
-        self.shards: Optional[Hashable] = None
+        self.shard_forms: Optional[Hashable] = None
 
 
 class Planner:
@@ -115,7 +115,7 @@ class Planner:
     def split(self, X: Any, y: Any) -> Tuple[Plan, List[Any], List[Any]]:
         """Return the plan for batches like this one, and its shards; bool labels become float32 for Gluon's losses."""
         plan = self._plan(X, y)
-        Xs, ys = self._by_function(X, y) if plan.split is None else plan.split.pair(X, y)
+        Xs, ys = self._by_function(X, y) if plan.slices is None else plan.slices.pair(X, y)
         if plan.casts_labels:
             ys = [label.astype("float32") if is_device_array(label) and label.dtype == np.bool_ else label for label in ys]
         return plan, Xs, ys
@@ -135,15 +135,15 @@ class Planner:
         (int, int or None)
             The divisor; and with a loss that has `num_units`, its units in this process's part of the batch.
         """
-        if plan.split is None or plan.is_new or not (is_compiled or plan.shapes == [loss.shape for loss in losses]):
+        if plan.slices is None or plan.is_new or not (is_compiled or plan.shapes == [loss.shape for loss in losses]):
             self._count_examples(plan, losses, y, ys)
         if self._num_units is None:
             return plan.num_examples, None
         checked = partial(whole_number, self._operation, "num_units(y) of the loss", advice="Leave out the batch.")
         total = own = checked(self._num_units(y))
         if process_shard()[1] > 1:
-            assert plan.split is not None, "a function cannot divide a batch of several processes"
-            part = plan.split.own_part(y, self._split.label_axis)
+            assert plan.slices is not None, "a function cannot divide a batch of several processes"
+            part = plan.slices.own_part(y, self._split.label_axis)
             own = 0 if part is None else checked(self._num_units(part), low=0)
         return total, own
 
@@ -188,7 +188,7 @@ class Planner:
                     "of the examples."
                 )
             plan.num_examples = sum(counted)
-        elif plan.split is None:
+        elif plan.slices is None:
             plan.num_examples = sum(self._size(label) or 0 for label in ys)
         plan.examples = [(loss.context, number) for loss, number in zip(losses, counted)]
         plan.is_new, plan.shapes = False, [loss.shape for loss in losses]

@@ -245,7 +245,7 @@ class TrainStep:
                     return train(X, y)
             return train(X, y)
         except BaseException:
-            if self.passes.notes_examples:  # gradients of the last part, which another trainer must not take
+            if self.passes.in_parts:  # gradients of the last part, which another trainer must not take
                 self._trainer.gradients.drop_unused()
             raise
         finally:
@@ -292,7 +292,7 @@ class TrainStep:
         on_phase("backward")
         passes.backward(trainer, losses)
         on_phase("update")
-        if self._stats and not passes.notes_examples:
+        if self._stats and not passes.in_parts:
             note_examples(plan.examples, self._stats)
         trainer.step(divisor, self._ignore_stale_grad)
         on_phase("dispatch")
@@ -300,7 +300,7 @@ class TrainStep:
         if len(self._in_flight) > MOST_IN_FLIGHT:  # a loop that never waits must not fill the memory with batches
             for one in self._in_flight.popleft():
                 one.wait_to_read()
-        known = plan if passes.is_compiled and plan.split else None
+        known = plan if passes.is_compiled and plan.slices else None
         return Batch(outputs, ys, losses, plan.num_examples, own_units, passes.shard_numbers, known)
 
     def _begin(self, X: Any, y: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> None:

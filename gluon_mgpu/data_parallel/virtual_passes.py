@@ -18,11 +18,12 @@ from ..distributed import process_shard
 from ..nested import Array, is_device_array, map_leaves
 from ..refusals import refusal
 from ..trainer.gradients import empty_pass, note_parts, one_pass
-from ..trainer.running_stats import StatsOfParts, running_stats, statistics_slabs
+from ..trainer.running_stats import running_stats, statistics_slabs
 from ..trainer.slab import Slab, zero
 from ..trainer.trainer import Trainer
 from .batchnorm import is_synchronised
 from .passes import Passes
+from .stats_of_parts import StatsOfParts
 
 
 class VirtualPasses(Passes):
@@ -40,7 +41,7 @@ class VirtualPasses(Passes):
         The parts of each virtual shard, which are computed and added up like shards: micro-steps.
     """
 
-    notes_examples = True  # moves the statistics itself
+    in_parts = True  # moves the statistics itself
 
     def __init__(self, inner: Passes, num_shards: int, trainer: Optional[Trainer] = None, parts: int = 1) -> None:
         super().__init__(inner._net, inner._loss, trains=trainer is not None)

@@ -1,7 +1,7 @@
 """Epochs: fit, evaluate, predict, callbacks, resume. What is rarer than the names of `gluon_mgpu`:
 
 ```
-metrics    DeviceSums
+metrics    MetricSums
 history    History, SaveHistory
 callbacks  FitState
 outputs    predict_batches

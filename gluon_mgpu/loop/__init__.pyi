@@ -3,6 +3,6 @@
 from .callbacks import FitState as FitState
 from .callbacks import SaveHistory as SaveHistory
 from .history import History as History
-from .metric_sums import DeviceSums as DeviceSums
+from .metric_sums import MetricSums as MetricSums
 from .predict import predict_batches as predict_batches
 from .trace import Trace as Trace

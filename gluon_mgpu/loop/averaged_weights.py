@@ -73,10 +73,6 @@ class AveragedWeights:
         for weight, value in before:
             value.copyto(weight)
 
-    def keep(self) -> None:
-        """Let the network keep the weights that `put` has set."""
-        self._before = []
-
     def arrays(self) -> Dict[str, Array]:
         """Return the average on the first device by the parameters' structural names, without waiting."""
         return {name: averages[0] for name, (_, averages) in self._followed().items()}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Deque, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 
@@ -15,7 +15,7 @@ from ..data.iterators import batches_of, no_batch, own_pair
 from ..data_parallel.step import Batch
 from ..errors import NonFiniteLossError, StepError, last_line
 from ..nested import Array, is_device_array
-from .metric_sums import DeviceSums
+from .metric_sums import MetricSums
 from .stop_signals import StopVote
 
 REPORT_S, REPORT_BATCHES = 0.5, 256
@@ -106,12 +106,12 @@ class BatchLoop:
     ----------
     run_batch : callable (X, y) -> Batch
         Trains or evaluates, without waiting.
-    sums : DeviceSums
+    sums : MetricSums
         The metrics. They may hold the first part of an epoch.
     options : EpochOptions
     """
 
-    def __init__(self, run_batch: Callable[[Any, Any], Batch], sums: DeviceSums, options: EpochOptions) -> None:
+    def __init__(self, run_batch: Callable[[Any, Any], Batch], sums: MetricSums, options: EpochOptions) -> None:
         self._run_batch, self._sums, self._options = run_batch, sums, options
         self._queued: Deque[Tuple[int, Batch]] = deque()
         self._last_added = 0  # the step up to which batches are in the sums
@@ -139,7 +139,9 @@ class BatchLoop:
         options.on_phase("data")
         for step, item in enumerate(batches_of(data_iter), options.first_step):
             options.on_phase("dispatch")
-            self._queue(step, own_pair(item, options.operation, data_iter))  # metrics read it later
+            with naming_step(options.operation, f"step {step}", _WRONG_DATA):
+                batch = self._run_batch(*own_pair(item, options.operation, data_iter))  # metrics read it later
+            self._queued.append((step, batch))
             if len(self._queued) > options.max_inflight:
                 options.on_phase("devices")
                 self._checked(self._queued, self._wait_for_oldest)
@@ -178,14 +180,6 @@ class BatchLoop:
         options.on_phase("")
         return progress
 
-    def _queue(self, step: int, pair: Tuple[Any, Any]) -> None:
-        """Start computing a batch on the devices, without waiting."""
-        try:
-            batch = self._run_batch(*pair)
-        except (StepError, mx.MXNetError) as error:
-            raise step_error(self._options.operation, f"step {step}", error, _WRONG_DATA) from (error.__cause__ or error)
-        self._queued.append((step, batch))
-
     def _wait_for_oldest(self) -> None:
         _, batch = self._queued[0]
         for array in batch.losses or [output for output in batch.outputs if is_device_array(output)]:
@@ -207,10 +201,8 @@ class BatchLoop:
         """Add a batch to the sums, once."""
         if step <= self._last_added:
             return
-        try:
+        with naming_step(self._options.operation, f"step {step}", _WRONG_METRICS):
             self._sums.add_batch(batch)
-        except (StepError, mx.MXNetError) as error:
-            raise step_error(self._options.operation, f"step {step}", error, _WRONG_METRICS) from (error.__cause__ or error)
         self._last_added = step
 
     def _report(self, read: Callable[[], Dict[str, float]]) -> EpochProgress:
@@ -243,12 +235,16 @@ _WRONG_DATA = "; expected data that the network and the loss take. Try them on o
 _WRONG_METRICS = "; expected data that the metrics take. Try them on one batch."
 
 
-def step_error(operation: str, where: str, error: Exception, advice: str = "") -> StepError:
-    """Return the error of a step that was raised immediately."""
-    message = last_line(error) + ("" if isinstance(error, StepError) else advice)
-    if message.startswith(f"{operation}: "):
-        message = message[len(operation) + 2 :]
-    return StepError(f"{operation}: got an error at {where}: {message}")
+@contextmanager
+def naming_step(operation: str, where: str, advice: str = "") -> Iterator[None]:
+    """Name the step in an error that is raised immediately."""
+    try:
+        yield
+    except (StepError, mx.MXNetError) as error:
+        message = last_line(error) + ("" if isinstance(error, StepError) else advice)
+        if message.startswith(f"{operation}: "):
+            message = message[len(operation) + 2 :]
+        raise StepError(f"{operation}: got an error at {where}: {message}") from (error.__cause__ or error)
 
 
 def device_error(operation: str, where: str, error: mx.MXNetError, advice: str = "") -> StepError:

@@ -20,7 +20,7 @@ from ..trainer.gradients import latest_split, restore_split
 from ..trainer.parameters import average_replicas, devices_of
 from ..trainer.tree_sum import VirtualShards
 from .batch_loop import BatchLoop, EpochOptions, EpochProgress
-from .metric_sums import DeviceSums
+from .metric_sums import MetricSums
 from .metrics import Metrics, accuracy, metrics_for
 
 # batches queued on the devices: without a backward pass they take little memory, and small ones are short
@@ -144,8 +144,8 @@ class EvalStep:
         Xs, ys = passes.arrange(self._operation, Xs, ys, self._split)
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
         _, own_units = planner.count(plan, losses, y, ys, is_compiled=passes.is_compiled)
-        self.places = plan.split.places if plan.split is not None else []
-        known = plan if passes.is_compiled and plan.split else None
+        self.places = plan.slices.places if plan.slices is not None else []
+        known = plan if passes.is_compiled and plan.slices else None
         return Batch(outputs, ys, losses, plan.num_examples, own_units, passes.shard_numbers, known)
 
 
@@ -166,4 +166,4 @@ def run_evaluation(
     parts = passes if virtual_shards is None else VirtualPasses(passes, virtual_shards)
     step = EvalStep("evaluate", loss, devices_of(net), split, parts)
     average_replicas(net)
-    return BatchLoop(step, DeviceSums(metrics, num_shards=virtual_shards), options).run(data_iter)
+    return BatchLoop(step, MetricSums(metrics, num_shards=virtual_shards), options).run(data_iter)

@@ -41,11 +41,10 @@ class Held:
     """Losses and shards of one place that wait to be joined."""
 
     arrays: DefaultDict[Form, List[Tuple[Array, ...]]] = field(default_factory=lambda: defaultdict(list))
-    num_shards: int = 0
     num_bytes: int = 0
 
 
-class DeviceSums:
+class MetricSums:
     """Adds up metrics, each on the device where its shards are, and reads them once.
 
     Sums are in float64, so that rounding depends neither on the number of devices nor on the number of examples. Up to 256 shards
@@ -61,7 +60,7 @@ class DeviceSums:
 
     Examples
     --------
-    >>> sums = DeviceSums()
+    >>> sums = MetricSums()
     >>> sums.add("right", mx.nd.array([3]), 4)
     >>> sums.read()
     {'right': 0.75}
@@ -94,9 +93,17 @@ class DeviceSums:
             about = self._about(batch, i, losses)
             self._hold(about, losses if batch.plan else losses.detach())
 
-    def add(self, name: str, value: Array, count: int) -> None:
+    def add(self, name: str, value: Array, count: int, place: Place = None) -> None:
         """Add a sum over `count` things: an array of one element, on any device; with virtual shards, equal in all processes."""
-        self._add(name, value, count, None)
+        if not isinstance(name, str) or not is_device_array(value) or value.size != 1 or not is_whole(count) or count < 0:
+            raise TrainerError(
+                f"metrics: got {short(value)} and {short(count)} of {short(name)}; expected an MXNet array of one element and a "
+                "whole number: the sum, and of how many. See gluon_mgpu.accuracy."
+            )
+        if place is None:
+            place = value.context if self._num_shards is None else 0
+        self._counts[place, name] += count
+        self._sum(name, place, value.detach().as_nd_ndarray())
 
     def read(self) -> Dict[str, float]:
         """Return each metric's mean over everything that was added, waiting once for each device.
@@ -168,9 +175,8 @@ class DeviceSums:
         place, form, size = about
         held = self._held[place]
         held.arrays[form].append(arrays)
-        held.num_shards += 1
         held.num_bytes += 8 * size
-        if held.num_shards >= _MOST_SHARDS or held.num_bytes >= _MOST_BYTES:
+        if sum(map(len, held.arrays.values())) >= _MOST_SHARDS or held.num_bytes >= _MOST_BYTES:
             self._join(place)
 
     def _join(self, place: Place) -> None:
@@ -179,7 +185,7 @@ class DeviceSums:
             kinds = [[joinable(array.as_nd_ndarray()) for array in arrays] for arrays in zip(*held)]
             joined = [arrays[0] if len(arrays) == 1 else mx.nd.concat(*arrays, dim=0) for arrays in kinds]
             if form[0] == "loss":  # in float64, so that rounding hardly depends on how they were joined
-                self._add("loss", total_of(joined[0].astype("float64")), joined[0].size, place)
+                self.add("loss", total_of(joined[0].astype("float64")), joined[0].size, place)
             else:
                 output, label = joined
                 for name, metric in self._joined.items():
@@ -191,18 +197,7 @@ class DeviceSums:
             raise TrainerError(
                 f"metrics: got {type(result).__name__} from {name}; expected a pair (sum, count). See gluon_mgpu.accuracy."
             )
-        self._add(name, *result, place)
-
-    def _add(self, name: str, value: Array, count: int, place: Place) -> None:
-        if not isinstance(name, str) or not is_device_array(value) or value.size != 1 or not is_whole(count) or count < 0:
-            raise TrainerError(
-                f"metrics: got {short(value)} and {short(count)} of {short(name)}; expected an MXNet array of one element and a "
-                "whole number: the sum, and of how many. See gluon_mgpu.accuracy."
-            )
-        if place is None:
-            place = value.context if self._num_shards is None else 0
-        self._counts[place, name] += count
-        self._sum(name, place, value.detach().as_nd_ndarray())
+        self.add(name, *result, place)
 
     def _sum(self, name: str, place: Place, value: Array) -> None:
         total = value.astype("float64").reshape((1,))
@@ -213,7 +208,7 @@ class DeviceSums:
         for place in list(self._held):
             self._join(place)
 
-    def _copy(self) -> DeviceSums:
+    def _copy(self) -> MetricSums:
         """Return a copy, which can be added up without changing this object."""
         other = copy.copy(self)
         other._held, other._sums, other._counts = self._held.copy(), self._sums.copy(), self._counts.copy()
@@ -266,8 +261,6 @@ def _form_of(output: Any, label: Any) -> Form:
     if not is_device_array(output) or not is_device_array(label):
         return ()
     scores, labels = output.shape, label.shape
-    if not labels or not labels[0] or scores[:1] + scores[2:] != labels:
-        return ()
-    if output.stype != "default" or label.stype != "default" or output.context != label.context:
-        return ()
-    return "shards", scores[1:], output.dtype, labels[1:], label.dtype
+    fits = labels and labels[0] and scores[:1] + scores[2:] == labels and output.context == label.context
+    is_dense = output.stype == label.stype == "default"
+    return ("shards", scores[1:], output.dtype, labels[1:], label.dtype) if fits and is_dense else ()

@@ -34,7 +34,7 @@ class MetricSum(NamedTuple):
 def accuracy(output: Array, label: Array, axis: Optional[int] = None) -> MetricSum:
     """Return the number of correct predictions and the number of predictions; `float()` of the pair is the accuracy.
 
-    It is a pair, because `fit`, `evaluate` and `DeviceSums`, which take the function itself, add up shards of different sizes.
+    It is a pair, because `fit`, `evaluate` and `MetricSums`, which take the function itself, add up shards of different sizes.
 
     Parameters
     ----------

@@ -18,7 +18,7 @@ from ..distributed import group, without_group
 from ..errors import ShardError, StepError, TrainerError
 from ..nested import Array, is_device_array, leaves, map_leaves
 from ..trainer.parameters import average_replicas, devices_of
-from .batch_loop import device_error, step_error
+from .batch_loop import device_error, naming_step
 from .evaluate import EvalStep
 
 Output = Tuple[Context, Any]  # of one shard: the device that computes it, and nested arrays
@@ -183,11 +183,8 @@ def _queue(step: EvalStep, X: Any, number: int, output_axis: Any) -> List[Output
         shared = any(is_device_array(leaf) for _, leaf in leaves(X))
     except TypeError as error:
         raise TrainerError(f"predict: got no array at batch {number} ({error}); expected arrays.") from None
-    try:
-        with without_group():  # every process of a job has all outputs
-            outputs = step(X, None).outputs
-    except (StepError, mx.MXNetError) as error:
-        raise step_error("predict", f"batch {number}", error) from (error.__cause__ or error)
+    with naming_step("predict", f"batch {number}"), without_group():  # every process of a job has all outputs
+        outputs = step(X, None).outputs
     found = []
     with autograd.pause():
         for output, (begin, end, context) in zip(outputs, step.places):
@@ -225,5 +222,4 @@ def _read(number: int, outputs: List[Output], output_axis: Any) -> Any:
 
 
 def _output_axis(batch_axis: Any, output_axis: Any) -> Any:
-    usual = batch_axis if isinstance(batch_axis, int) else 0
-    return usual if output_axis is None else output_axis
+    return output_axis if output_axis is not None else batch_axis if isinstance(batch_axis, int) else 0

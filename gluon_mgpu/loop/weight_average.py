@@ -104,7 +104,7 @@ class WeightAverage(Callback):
             self._weights.take_back()
             if state.error is None:
                 self._weights.put()
-                self._weights.keep()
+                self._weights = None
         elif state.error is None and state.epoch < self._start_epoch:
             logger.warning("WeightAverage: the run ended before start_epoch=%d: nothing was averaged", self._start_epoch)
 

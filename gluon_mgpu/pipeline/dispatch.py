@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from operator import is_, itemgetter
@@ -15,6 +16,7 @@ from ..data_parallel.batchnorm import is_synchronised
 from ..data_parallel.graph import draws_numbers
 from ..data_parallel.passes import Passes, raise_named
 from ..data_parallel.sharding import Split, count_examples, split_data
+from ..data_parallel.stats_of_parts import StatsOfParts
 from ..devices.transfer import as_in_context
 from ..errors import ShardError
 from ..nested import Array, is_float, leaves, map_leaves
@@ -24,10 +26,10 @@ from ..runtime.device_threads import in_own_thread
 from ..runtime.engine_push import queue_in_order
 from ..runtime.profiler import Recording, task_mark
 from ..trainer.gradients import empty_pass, note_parts, one_pass
-from ..trainer.running_stats import StatsOfParts, is_running_stat, note_examples, statistics_slabs
+from ..trainer.running_stats import is_running_stat, note_examples, statistics_slabs
 from ..trainer.trainer import Trainer
 from .schedule import Task, simulate
-from .stage import NETWORK, Source, Stages, check_outputs, recorded
+from .stage import NETWORK, Source, Stages, check_outputs
 
 
 class Divided(Protocol):
@@ -131,7 +133,7 @@ class PipelinePasses(Passes):
         None for passes forward only.
     """
 
-    notes_examples = True
+    in_parts = True
 
     def __init__(self, pipeline: Divided, loss: Any, trainer: Optional[Trainer] = None) -> None:
         super().__init__(pipeline, loss, trains=trainer is not None)
@@ -154,9 +156,7 @@ class PipelinePasses(Passes):
         is_divided = num_micro_batches > 1 or num_parts > 1
         self._divided = []
         for X, y in zip(Xs, ys):
-            batches = (
-                [(X, y)] if num_micro_batches == 1 else split_data((X, y), num_micro_batches, split.batch_axis, even_split=False)
-            )
+            batches = split_data((X, y), num_micro_batches, split.batch_axis, even_split=False)
             replica = pipeline.replica_of(next(leaf for _, leaf in leaves(X)).context)
             for one, label in batches:
                 labels = [label] if num_parts == 1 else split_data(label, num_parts, split.label_axis, even_split=False)
@@ -223,8 +223,7 @@ class PipelinePasses(Passes):
         if all(stage.draws is False for stage in pipeline.stages):  # unknown before the first batch
             return [[]] * len(self._divided)
         shape = len(self._divided), len(pipeline.stages)
-        found: List[List[int]] = mx.nd.random.randint(0, 2**31 - 1, shape=shape, ctx=pipeline.devices[0][0]).asnumpy().tolist()
-        return found
+        return mx.nd.random.randint(0, 2**31 - 1, shape=shape, ctx=pipeline.devices[0][0]).asnumpy().tolist()
 
 
 class _Run:
@@ -391,7 +390,11 @@ def _differentiate(heads: Sequence[Tuple[Array, Optional[Array]]]) -> None:
         # shared and frozen inputs: without retain_graph, MXNet fails in the second of several passes
         autograd.backward(list(outputs), list(gradients), retain_graph=True)
     except MXNetError:  # before it has computed anything
-        rest = recorded(heads)
+        rest = []
+        for pair in heads:  # others than those that autograd has recorded come from frozen layers alone
+            with suppress(MXNetError):
+                autograd.get_symbol(pair[0])
+                rest.append(pair)
         if len(rest) == len(heads):
             raise
         _differentiate(rest)

@@ -207,8 +207,7 @@ def _costs(pieces: Stages, X: Any, balance: str) -> List[float]:
     processes = group()
     if processes is None:
         return costs
-    first = processes.all_gather_bytes(json.dumps(costs).encode())[0]  # processes exchange the gradients of equal stages
-    return json.loads(first)
+    return json.loads(processes.all_gather_bytes(json.dumps(costs).encode())[0])  # they exchange gradients of equal stages
 
 
 def _timed(piece: Stage, inputs: List[Array], wanted: Sequence[bool]) -> Tuple[List[Array], float]:

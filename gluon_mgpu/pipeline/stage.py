@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import AbstractSet, Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
 import numpy as np
-from mxnet import autograd, gluon
+from mxnet import gluon
 
 from ..data_parallel.graph import Graph, inputs_of, may_draw, symbols_of
 from ..errors import TrainerError
@@ -120,16 +119,6 @@ def check_outputs(operation: str, block: gluon.Block, inputs: Sequence[Any]) -> 
             f"{operation}: got {block.name}, a hybridized stage that returns an input; expected new arrays, as MXNet loses the "
             "gradient otherwise. Return x * 1, or leave this stage without hybridize()."
         )
-
-
-def recorded(heads: Sequence[Tuple[Array, Optional[Array]]]) -> List[Tuple[Array, Any]]:
-    """Return the outputs that autograd has recorded, each with its gradient: others come from frozen layers alone."""
-    found = []
-    for pair in heads:
-        with suppress(mx.MXNetError):
-            autograd.get_symbol(pair[0])
-            found.append(pair)
-    return found
 
 
 class GraphStage(gluon.Block):  # type: ignore[misc]

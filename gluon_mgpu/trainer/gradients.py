@@ -33,7 +33,7 @@ from ..nested import Array
 from ..refusals import refusal
 from ..runtime.c_api import Flags
 from .layout import Layout
-from .slab import MOVES, Bucket, Slab, forget_graphs, zero
+from .slab import Bucket, Moves, Slab, forget_graphs, zero
 
 _GRAD = attrgetter("_grad")
 _EACH_DEVICE = "calls of mgpu.backward on one device each"
@@ -114,7 +114,7 @@ class Gradients:
         """Find the parameters that have gradients now."""
         params, contexts_of = self._layout.params, self._layout.contexts_of
         found = [i for i, one in enumerate(params) if one.grad_req != "null" and len(one._grad or []) == len(contexts_of[i])]
-        self._seen, self.version = list(map(_GRAD, params)), (MOVES.count, self._layout.version)
+        self._seen, self.version = list(map(_GRAD, params)), (Moves.count, self._layout.version)
         self._reqs = [param.grad_req for param in params]
         self._entries = [(index, replica) for index in found for replica in range(len(contexts_of[index]))]
         self._indices = np.array([index for index, _ in self._entries], dtype=int)
@@ -200,8 +200,6 @@ class Gradients:
                 "Trainer.step: got no gradient on any device since the last step; expected a backward pass for each step that is "
                 "accumulated. Call flush() to update with the gradients so far."
             )
-        if not self.all_take_part:
-            self._check_unused(self._used(fresh), ignore_stale_grad=True)
         self.has_counted = True
         self._reached.update(self._indices[fresh].tolist())
         if adds:
@@ -414,15 +412,12 @@ class Gradients:
 
         With trainers of other parameters, the pass may have been through theirs alone, unless a step came before it.
         """
-        if self is own:
-            self.drop_unused()
-            return
         fresh, last = self.read() & ~self._running, self._latest
         is_older = last is not None and last.num_steps < _now.num_steps and not (fresh & ~last.flags).any()
-        if has_others and not is_older:
-            self._doubt = _EMPTY if fresh.any() else ""
-        else:
+        if self is own or is_older or not has_others:
             self.drop_unused()
+        else:
+            self._doubt = _EMPTY if fresh.any() else ""
 
     def mark(self, params: Mapping[int, gluon.Parameter], contexts: Sequence[Context], own: Gradients, *, joins: bool) -> None:
         """Note gradients that a pass has written without autograd, and clear those of its other devices.
@@ -490,7 +485,7 @@ class Gradients:
         """
         if looks and not self.is_fixed:
             self._layout.look()
-        if self.version == (MOVES.count, self._layout.version):
+        if self.version == (Moves.count, self._layout.version):
             return False
         params, former, reqs = self._layout.params, self._seen, self._reqs
         self._watch()

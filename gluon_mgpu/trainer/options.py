@@ -61,8 +61,8 @@ def _try_out(optimizer: opt.Optimizer) -> None:
         raise ValueError("values whose first update is not finite")
 
 
-def check_options(layout: Layout, compression_params: Any, update_on_kvstore: Any) -> None:
-    """Raise `TrainerError` for compression, for an update on a store, and for weights that are not dense."""
+def check_options(layout: Layout, compression_params: Any, update_on_kvstore: Any, **bounds: Optional[float]) -> None:
+    """Raise `TrainerError` for compression, an update on a store, weights that are not dense, and bounds that are not above 0."""
     advice = "Gradients are exchanged as they are. Leave it out."
     instance("Trainer", "compression_params", compression_params, type(None), "None", advice=advice)
     advice = "The weights are updated on the devices, so that clipping, schedules and idle devices are correct. Leave it out."
@@ -72,6 +72,9 @@ def check_options(layout: Layout, compression_params: Any, update_on_kvstore: An
             raise TrainerError(
                 f"Trainer: got {name} stored as {param._stype}; expected dense weights. Use gluon.Trainer on one device."
             )
+    for name, bound in bounds.items():
+        if bound is not None:
+            real_number("Trainer", name, bound, above=True, advice="Pass None not to clip.")
 
 
 def check_virtual(trainer: Any) -> None:
@@ -88,13 +91,6 @@ def check_virtual(trainer: Any) -> None:
     for what, is_there in refused.items():
         if is_there:
             raise refusal("Trainer", "virtual_shards", what)
-
-
-def check_clipping(**bounds: Optional[float]) -> None:
-    """Raise `TrainerError` for a bound that is not positive."""
-    for name, bound in bounds.items():
-        if bound is not None:
-            real_number("Trainer", name, bound, above=True, advice="Pass None not to clip.")
 
 
 def batch_size_of(operation: str, batch_size: Any, *, may_be_0: bool = False) -> float:

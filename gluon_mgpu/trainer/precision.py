@@ -91,7 +91,13 @@ def set_precision(net: gluon.Block, precision: str) -> None:
     if changing:
         mx.nd.waitall()  # a graph must not be deleted while it runs
     for block in changing:
-        _set(block, precision)
+        for name in ("_precision", "_get_graph", "hybrid_forward"):
+            vars(block).pop(name, None)  # the class's own apply again
+        block._clear_cached_op()
+        if precision != "fp32":
+            block._precision, block._get_graph = precision, partial(_graph_of, block)
+            if block._reg_params:
+                block.hybrid_forward = partial(_run, block)
 
 
 def precision_of(net: Any) -> str:
@@ -151,18 +157,6 @@ def can_compute_bf16() -> bool:
         except mx.MXNetError:
             return False
     return True
-
-
-def _set(block: gluon.HybridBlock, precision: str) -> None:
-    for name in ("_precision", "_get_graph", "hybrid_forward"):
-        vars(block).pop(name, None)  # the class's own apply again
-    block._clear_cached_op()
-    if precision == "fp32":
-        return
-    block._precision = precision
-    block._get_graph = partial(_graph_of, block)
-    if block._reg_params:
-        block.hybrid_forward = partial(_run, block)
 
 
 def _graph_of(block: gluon.HybridBlock, *args: Any) -> Tuple[Any, Any]:

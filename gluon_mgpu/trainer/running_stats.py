@@ -21,7 +21,7 @@ from ..nested import Array
 from ..runtime.engine_push import EngineContext, WrittenWith
 from .gradients import Gradients, idle_devices
 from .parameters import STATISTICS, Params, named_params
-from .slab import MOVES, BucketSlice, Slab, place, place_of, slabs_of
+from .slab import BucketSlice, Moves, Slab, place, place_of, slabs_of
 from .sums import Divisor, Sum
 
 _DATA = attrgetter("_data")
@@ -98,62 +98,6 @@ def _arrays_of(slabs: Sequence[Slab], kind: str, context: Context) -> List[Array
     """Return the `weights` or `gradients` of slabs on a device, those of a bucket once."""
     places = {slab.bucket or slab: slab.contexts.index(context) for slab in slabs if context in slab.contexts}
     return [getattr(owner, kind)[place] for owner, place in places.items()]
-
-
-class StatsOfParts:
-    """Lets the parts of a batch move running statistics on one device from the same values: virtual shards, or micro-batches.
-
-    ```
-    before ── part 0 ──► change 0, put back ─┐
-    before ── part 1 ──► change 1, put back ─┴─► before + mean of the changes, weighted by examples
-    ```
-
-    Where MXNet moves nothing, as in frozen layers that no backward pass reaches, the change is 0.
-
-    Parameters
-    ----------
-    slabs : list of Slab
-        Of the statistics.
-    context : mxnet.Context
-    trained : list of Slab
-        Of the gradients that each part writes on this device, for graphs that write the statistics untracked.
-
-    Attributes
-    ----------
-    arrays : list of NDArray
-        The statistics on this device.
-    before : list of NDArray
-        Their values before the batch.
-
-    Source: Kim et al., "torchgpipe", 2020, section on deferred batch normalization.
-    """
-
-    def __init__(self, slabs: Sequence[Slab], context: Context, trained: Sequence[Slab] = ()) -> None:
-        self._written = written_with(slabs, trained, context) if slabs and trained else None
-        self.arrays: List[Array] = [slab.weights[slab.contexts.index(context)].as_nd_ndarray() for slab in slabs]
-        self.before: List[Array] = []
-
-    def begin(self) -> None:
-        """Note the values before a batch."""
-        self.before = [array.copy() for array in self.arrays]
-
-    def take(self, num_examples: int) -> List[Array]:
-        """Put the values back, and return how far the latest part has moved them, times its examples."""
-        if self._written is not None:
-            self._written.push()
-        moved = [(array - before) * num_examples for array, before in zip(self.arrays, self.before)]
-        self.put_back()
-        return moved
-
-    def put_back(self) -> None:
-        """Set the values to those before the batch."""
-        for array, before in zip(self.arrays, self.before):
-            before.copyto(array)
-
-    def move(self, changes: Sequence[Array]) -> None:
-        """Move the values before the batch."""
-        for array, before, change in zip(self.arrays, self.before, changes):
-            (before + change).copyto(array)
 
 
 class RunningStats:
@@ -328,11 +272,11 @@ class RunningStats:
 
     def _follow(self) -> None:
         """Find the statistics again that got values, or other memory."""
-        if self._num_moves == MOVES.count and not any(map(is_not, map(_DATA, self._params), self._data)):
+        if self._num_moves == Moves.count and not any(map(is_not, map(_DATA, self._params), self._data)):
             return
         slabs = statistics_slabs([param for param in self._params if param._data])
         memory = [(place_of(param), id(param._data)) for param in self._params]
-        self._data, self._num_moves = list(map(_DATA, self._params)), MOVES.count
+        self._data, self._num_moves = list(map(_DATA, self._params)), Moves.count
         if memory != self._memory:  # otherwise other parameters have moved
             self._slabs, self._trained, self._memory = slabs, [], memory
             self._take()

@@ -86,14 +86,12 @@ class Slab:
         return self.gradients if self.owner is None else [self.gradients[self.owner]]
 
 
-@dataclass
 class Moves:
     """How often parameters of this process have got other memory: what is bound to the former memory is stale then."""
 
-    count: int = 0
+    count = 0
 
 
-MOVES = Moves()
 _places: MutableMapping[gluon.Parameter, BucketSlice] = WeakKeyDictionary()
 
 
@@ -140,8 +138,9 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES, *
         filled[key] += size
     if not new:
         return
-    MOVES.count += 1
-    may_have_graphs = not statistics and any(map(_may_have_trained, new))
+    Moves.count += 1
+    # a backward pass may have written a gradient: its flag shows it, which only a trainer clears
+    may_have_graphs = not statistics and any(one._trainer or any(w._fresh_grad for w in one._data) for one in new)
     if statistics:
         mx.nd.waitall()  # a static graph writes them without telling the engine
     with autograd.pause():
@@ -149,11 +148,6 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES, *
             _fill(group)
     if may_have_graphs:
         forget_graphs(set(map(id, new)))
-
-
-def _may_have_trained(param: gluon.Parameter) -> bool:
-    """Return whether a backward pass may have written the gradient: its flag shows it, which only a trainer clears."""
-    return param._trainer is not None or any(weight._fresh_grad for weight in param._data)
 
 
 def _fits(param: gluon.Parameter) -> bool:
@@ -184,10 +178,8 @@ def _padded(param: gluon.Parameter) -> int:
 def _fill(params: Sequence[gluon.Parameter]) -> None:
     first = params[0]
     size = sum(_padded(param) for param in params)
-    bucket = Bucket([], [])
-    for context in first.list_ctx():
-        bucket.weights.append(mx.nd.zeros((size,), ctx=context, dtype=first.dtype))
-        bucket.gradients.append(mx.nd.zeros((size,), ctx=context, dtype=first.dtype))
+    weights, gradients = ([mx.nd.zeros((size,), ctx=one, dtype=first.dtype) for one in first.list_ctx()] for _ in range(2))
+    bucket = Bucket(weights, gradients)
     begin = 0
     for param in params:
         fresh = [weight._fresh_grad for weight in param._data]
@@ -227,10 +219,8 @@ def forget_graphs(placed: Set[int]) -> bool:
             block._clear_cached_op()
             continue
         # threads that call the block at once would each trace it, and fail in its name scope
-        places: Dict[bool, List[int]] = {True: [], False: []}
-        for place, (is_input, _) in enumerate(block._cached_op_args):
-            places[is_input].append(place)
-        indices = [("data_indices", places[True]), ("param_indices", places[False])]
+        inputs = np.array([is_input for is_input, _ in block._cached_op_args], dtype=bool)
+        indices = [("data_indices", np.flatnonzero(inputs).tolist()), ("param_indices", np.flatnonzero(~inputs).tolist())]
         block._cached_op = mx.nd.CachedOp(block._cached_graph[1], indices + block._flags)
     return any(dict(block._flags).get("static_shape") for block in stale)
 

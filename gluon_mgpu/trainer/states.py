@@ -72,7 +72,7 @@ def from_values(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> 
 
 
 def write_arrays(file: BinaryIO, arrays: Mapping[str, Any]) -> None:
-    """Write arrays, MXNet's or NumPy's, as `numpy.savez` does, but without the time: equal arrays give equal files."""
+    """Write arrays, MXNet's or NumPy's, as `numpy.savez` does; equal arrays give equal files."""
     with zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays.items():
             values = array.asnumpy() if is_device_array(array) else array

@@ -22,7 +22,7 @@ from .gradients import Gradients, idle_devices, is_too_large
 from .layout import Layout
 from .loss_scaler import LossScaler
 from .optimizer_config import describe, restore_optimizer
-from .options import as_number, batch_size_of, check_clipping, check_options, check_virtual, made_optimizer
+from .options import as_number, batch_size_of, check_options, check_virtual, made_optimizer
 from .parameters import Params, gluon_order, has_values, replica_difference, trainers_of
 from .precision import check_precision, precision_of, set_precision
 from .process_sync import ProcessSync
@@ -167,8 +167,7 @@ class Trainer(gluon.Trainer):
             raise refusal(type(self).__name__, apart, JOINING, name)
         if isinstance(optimizer, opt.SGLD) and virtual_shards is None and group() is not None:
             raise refusal("Trainer", "several processes", "sgld")
-        check_options(self._layout, compression_params, update_on_kvstore)
-        check_clipping(clip_norm=clip_norm, clip_value=clip_value)
+        check_options(self._layout, compression_params, update_on_kvstore, clip_norm=clip_norm, clip_value=clip_value)
         if precision is not None:
             check_precision(params, precision)
         self.loss_scaler = LossScaler() if (precision or precision_of(params)) == "fp16" else None

@@ -12,8 +12,7 @@ one sum of each size at most, and its last sum is a part of the common tree.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import Context
@@ -30,8 +29,7 @@ from .slab import Slab
 from .sums import DeviceSum
 
 
-@dataclass
-class Node:
+class Node(NamedTuple):
     """The sum over some virtual shards, in arrays of one device.
 
     Attributes
@@ -215,7 +213,7 @@ class TreeSum(DeviceSum):
         nodes = self._nodes[replica]
         append(nodes, Node((number, 1), list(arrays)))
         if nodes[-1].part[1] == 1:  # it was not added to the sum before, which has its own memory
-            nodes[-1].arrays = [one.copy() for one in arrays]
+            nodes[-1] = Node(nodes[-1].part, [one.copy() for one in arrays])
 
     def finish(self, num_leaves: int, num_shards: int, like: Sequence[Array]) -> List[Array]:
         """Add up the sums of all devices and processes, and return the arrays of the root, on the first device.

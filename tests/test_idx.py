@@ -54,7 +54,7 @@ DAMAGED = {
     "half a header": (WHOLE[:9], r"got 9 bytes .* expected a header of 16"),
     "a value short": (WHOLE[:-1], r"got 23 values .* expected 24 for shape \(2, 3, 4\)"),
     "a value too many": (WHOLE + b"\0", r"got 25 values .* expected 24"),
-    "labels": (idx_bytes(np.arange(20)), r"magic number 00000801 .* expected 00000803.* exchanged"),
+    "labels": (idx_bytes(np.arange(20)), r"magic number 00000801 .* expected 00000803.* exchange"),
     "floats": (idx_bytes(IMAGES, magic=b"\0\0\x0d\x03"), r"magic number 00000d03 .* expected 00000803"),
     "no idx file": (b"\x89PNG\r\n\x1a\n" + WHOLE, r"magic number 89504e47"),
     "a cut gzip file": (gzip.compress(WHOLE)[:-9], r"damaged gzip file"),
@@ -117,7 +117,7 @@ FOLDERS = {
         "4 train-images and 5 train-labels",
     ),
     "two sizes": (lambda folder: write_pair(folder, "t10k", 4, size=(4, 4)), r"images of \(3, 4\) and \(4, 4\)"),
-    "exchanged": (lambda folder: write_idx(folder / "train-images-idx3-ubyte", np.arange(20)), "exchanged"),
+    "exchanged": (lambda folder: write_idx(folder / "train-images-idx3-ubyte", np.arange(20)), "exchange"),
 }
 
 

@@ -75,7 +75,7 @@ class CheckpointRotation:
                 )
             if is_new and (self.folder / "last").exists():
                 logger.warning(
-                    "the checkpoints of an earlier run in %s are replaced: resume='auto' (--resume auto) continues it",
+                    "the checkpoints of an earlier run in %s will be replaced: resume='auto' (--resume auto) continues it",
                     self.folder,
                 )
             make(self.folder)

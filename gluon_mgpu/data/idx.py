@@ -56,7 +56,7 @@ def read_idx(path: Path, num_dimensions: int) -> np.ndarray:
     if content[:4] != bytes([0, 0, _UNSIGNED_BYTE, num_dimensions]):
         raise DataError(
             f"read_idx: got magic number {content[:4].hex()} in {path}; expected 000008{num_dimensions:02x}, an idx file of "
-            f"bytes with {num_dimensions} dimensions. Check that images and labels are not exchanged."
+            f"bytes with {num_dimensions} dimensions. Fetch it again, or exchange the files of images and labels."
         )
     shape = struct.unpack(f">{num_dimensions}I", content[4:begin])
     if len(content) - begin != math.prod(shape) or len(content) == begin:
@@ -122,7 +122,7 @@ def _read_pair(folder: Path, part: str) -> Optional[Pair]:
     if len(images) != len(labels):
         raise DataError(
             f"load_idx_folder: got {len(images)} {part}-images and {len(labels)} {part}-labels in {folder}; expected as many of "
-            "each. Do not mix the files of two data sets."
+            "each. Fetch both files of one data set."
         )
     return images, labels  # type: ignore[return-value]
 

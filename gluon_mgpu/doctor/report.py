@@ -73,6 +73,8 @@ class Report:
         for device in self.mxnet["devices"]:
             checked = "; its gradient was checked" if device["name"] in self.mxnet["trained"] else ""
             yield device["name"], f"can train{checked}" if device["usable"] else f"cannot train: {device['reason']}"
+        listed = [device["name"] for device in self.mxnet["devices"]]  # of several contexts of the CPU, the first one
+        yield from ((name, "its gradient was checked") for name in self.mxnet["trained"] if name not in listed)
         for setting in self.mxnet["settings"]:
             if verbose:
                 yield setting["name"], f"{setting['value']}, by {setting['source']}. {setting['reason']}"

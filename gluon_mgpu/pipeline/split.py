@@ -238,5 +238,5 @@ def _timed(piece: Stage, inputs: List[Array], wanted: Sequence[bool]) -> Tuple[L
 def _check_number(num_stages: int, most: int, what: str) -> None:
     if num_stages > most:
         raise TrainerError(
-            f"split_stages: got num_stages={num_stages} for a network of {most} {what}; expected no more. Use fewer devices."
+            f"split_stages: got num_stages={num_stages} for a network of {most} {what}; expected no more. Ask for fewer stages."
         )

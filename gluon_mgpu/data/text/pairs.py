@@ -167,7 +167,7 @@ def lines_of(operation: str, content: bytes, path: PathLike) -> List[str]:
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(
             f"{operation}: got byte 0x{content[error.start]:02x} in {path} line {line}, which is not UTF-8 ({error.reason}); "
-            "expected UTF-8. Convert the file, for Korean text from Windows with iconv -f CP949 -t UTF-8."
+            "expected UTF-8. Unpack it if it is an archive; convert Korean text from Windows with iconv -f CP949 -t UTF-8."
         ) from error
     lines = text.split("\n" if "\n" in text else "\r")
     return lines[:-1] if not lines[-1] else lines

@@ -201,6 +201,7 @@ BAD = [
     (lambda: mgpu.split_and_load(np.zeros(4), CTX[:2], weights=[0, 0]), "not all 0"),
     (lambda: mgpu.split_and_load(np.zeros(4), CTX[:2], weights=[1, float("nan")]), "got weights"),
     (lambda: mgpu.data_parallel.split_data(np.zeros(4), 0), "got num_slice=0"),
+    (lambda: mgpu.data_parallel.split_data(np.zeros(4), 3), "with even_split=True"),
     (lambda: mgpu.gather([]), r"got \[\]"),
     (lambda: mgpu.gather([np.zeros((1, 2)), np.zeros((1, 3))]), "expected dense arrays"),
     (lambda: mgpu.gather([mx.nd.zeros((1, 2)), np.zeros((1, 2))]), "expected dense arrays"),

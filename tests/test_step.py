@@ -148,6 +148,13 @@ def test_parts_of_nested_inputs_with_axes_of_their_own():
     assert largest_difference(found[0], found[2]) <= 1e-5
 
 
+def test_labels_of_an_axis_of_their_own():
+    net = sequential(nn.HybridLambda(lambda F, x: x.sum(axis=0)), nn.Dense(2, in_units=3), ctx=CTX[:2])
+    split = partial(mgpu.split_batch, batch_axis=(1, 0))
+    X, y = np.ones((4, 5, 3), "float32"), np.zeros((5, 2), "float32")
+    assert mgpu.train_batch(net, gluon.loss.L2Loss(), mgpu.Trainer(net, "sgd"), X, y, split_f=split).num_examples == 5
+
+
 def time_major(devices):
     """A layer over (T, N, C), whose outputs keep the axes; its weight."""
     net = initialized(gluon.nn.Dense(2, in_units=3, flatten=False), devices, mx.init.One())

@@ -60,7 +60,12 @@ REFUSALS: Tuple[Refusal, ...] = (
     ),
     Refusal("several processes", "sparse gradients", "they exchange dense gradients", "Leave sparse_grad out of Embedding"),
     Refusal("several processes", "sgld", "each draws its own noise", "Pass virtual_shards, or use another optimizer"),
-    Refusal("several processes", "a split of your own", "each process takes its part of a batch", "Pass split_batch"),
+    Refusal(
+        "several processes",
+        "a split of your own",
+        "each process takes its part of a batch",
+        "Divide it with mgpu.split_batch, or let each process read its own data: Trainer(sharded_data=True)",
+    ),
     Refusal("several processes", "synchronised BatchNorm", "a process sees its own part of the batch", _AVERAGED),
     Refusal(
         "sharded_data",

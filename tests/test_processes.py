@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from types import SimpleNamespace
 
 import gluon_mgpu as mgpu
@@ -329,6 +330,11 @@ def test_gradients_that_were_not_summed_over_the_processes_are_refused(monkeypat
     mgpu.backward([loss])
     with pytest.raises(mgpu.errors.TrainerError):
         trainer.update(1)
+    for step in (partial(trainer.step, 6), trainer.allreduce_grads):  # of whole batches: n processes took n times the gradient
+        with pytest.raises(mgpu.errors.ModesError, match="Divide it with mgpu.split_batch"):
+            step()
+    monkeypatch.setattr(trainer, "sharded_data", True)
+    trainer.allreduce_grads()
 
 
 @needs_horovod

@@ -530,6 +530,8 @@ class _Now:
         Examples in the losses of the latest pass of `mgpu.backward`, if no step has followed.
     is_inside : bool
         Whether a pass runs.
+    has_split : bool
+        Whether this process has divided a batch.
     """
 
     num_steps: int = 0
@@ -537,6 +539,7 @@ class _Now:
     divided: int = 0
     num_counted: float = 0
     is_inside: bool = False
+    has_split: bool = False
 
     def end_step(self) -> None:
         self.num_steps, self.divided, self.num_counted = self.num_steps + 1, 0, 0
@@ -571,7 +574,12 @@ def note_split(idle: FrozenSet[Context], divided: int) -> None:
     """Note a split: see `_Now`. Until a pass of ours comes, the gradients of its idle devices are of another batch."""
     for one in _alive() if _now.idle else ():
         one.note_idle()
-    _now.idle, _now.divided = idle, divided
+    _now.idle, _now.divided, _now.has_split = idle, divided, True
+
+
+def has_split() -> bool:
+    """Return whether this process has divided a batch."""
+    return _now.has_split
 
 
 def note_size(num_examples: float) -> None:
@@ -584,14 +592,14 @@ def is_too_large(batch_size: float) -> bool:
     return batch_size == _now.divided and 0 < _now.num_counted < batch_size
 
 
-def latest_split() -> Tuple[FrozenSet[Context], int]:
+def latest_split() -> Tuple[FrozenSet[Context], int, bool]:
     """Return what `note_split` has noted, for `restore_split`."""
-    return _now.idle, _now.divided
+    return _now.idle, _now.divided, _now.has_split
 
 
-def restore_split(noted: Tuple[FrozenSet[Context], int]) -> None:
+def restore_split(noted: Tuple[FrozenSet[Context], int, bool]) -> None:
     """Let an earlier split be the latest one: its batch is trained on now."""
-    _now.idle, _now.divided = noted
+    _now.idle, _now.divided, _now.has_split = noted
 
 
 @contextmanager

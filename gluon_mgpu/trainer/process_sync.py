@@ -7,6 +7,7 @@ import numpy as np
 from ..distributed import group
 from ..errors import TrainerError
 from ..refusals import refusal
+from .gradients import has_split
 from .layout import Layout
 from .sums import Divisor
 
@@ -48,10 +49,15 @@ class ProcessSync:
             for other in others:
                 first.copyto(other)
 
-    def check_begun(self, operation: str) -> None:
-        """Raise `TrainerError` if the latest gradients are of weights that differ between the processes."""
+    def check_begun(self, operation: str, *, divides: bool = False) -> None:
+        """Raise `TrainerError` if the latest gradients are of weights that differ between the processes.
+
+        With `divides`, also if they are of whole batches, of which each process should take its part.
+        """
         if self._waiting is not None:
             raise refusal(operation, "several processes", "a loop by hand whose first batch decides shapes")
+        if divides and self.in_job and not has_split():
+            raise refusal(operation, "several processes", "a split of your own")
 
     def check_unused(self, operation: str) -> None:
         """Raise `ModesError` if a backward pass has gone through weights that the processes do not share yet."""

@@ -283,7 +283,7 @@ class Trainer(gluon.Trainer):
             The batch size is not a positive number, or a parameter was moved to other devices.
         """
         batch_size = batch_size_of("Trainer.step", batch_size, may_be_0=self.sharded_data)
-        self._process_sync.check_begun("Trainer.step")
+        self._process_sync.check_begun("Trainer.step", divides=not self.sharded_data)
         if self.sharded_data and is_too_large(batch_size):
             raise refusal("Trainer.step", "sharded_data", "the size of a batch that processes share")
         if self.loss_scaler is not None and batch_size:
@@ -412,7 +412,7 @@ class Trainer(gluon.Trainer):
             They have already been summed: a second sum would multiply them by the number of devices. Or the call is inside
             `accumulate`.
         """
-        self._process_sync.check_begun("Trainer.allreduce_grads")
+        self._process_sync.check_begun("Trainer.allreduce_grads", divides=not self.sharded_data)
         self._check_sums("Trainer.allreduce_grads")
         slabs = self.gradients.collect(ignore_stale_grad=True)
         if self._summed and not slabs:

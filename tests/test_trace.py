@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 import time
 
 import gluon_mgpu as mgpu
@@ -201,6 +202,9 @@ def test_wrong_arguments(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SaveError, match="file"):
         train(tmp_path / "file" / "trace.json", [mx.cpu(0)])
+    if sys.platform == "linux":
+        with pytest.raises(SaveError, match="/proc"):  # before the first batch, not after the traced steps
+            train("/proc/trace.json", [mx.cpu(0)], missing=0)
 
 
 def test_contexts_that_the_profiler_cannot_record_are_refused(tmp_path):

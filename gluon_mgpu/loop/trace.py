@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Dict, List, Optional, Tuple, Union
 
 import mxnet as mx
@@ -111,6 +112,7 @@ class Trace(Callback):
             )
         with explained("Trace", self.path):
             make(self.path.parent)
+            TemporaryFile(dir=self.path.parent).close()  # raises now, not after the traced steps
 
     def on_phase(self, state: FitState, phase: str) -> None:
         self._phase = phase

@@ -346,7 +346,7 @@ def count_examples(operation: str, data: Any, batch_axis: Any) -> int:
         if length != num_examples:
             raise ShardError(
                 f"{operation}: got {num_examples} examples in {path} and {length} in {other}; expected as many in each. "
-                "Pass batch_axis, one number for each array."
+                "Give each example its label, stack lists of examples, or pass the batch_axis of each array."
             )
     if num_examples == 0:
         raise ShardError(f"{operation}: got a batch of 0 examples in {path}; expected 1 or more. Leave empty batches out.")

@@ -183,7 +183,10 @@ def check_contexts(contexts: Sequence[Context], operation: str, spec: DeviceSpec
     If they come from a spec, an error about it explains numbers and counts.
     """
     if not isinstance(contexts, (list, tuple)) or not contexts:
-        raise DeviceError(f"{operation}: got {short(contexts)} for the devices; expected at least one context. Pass [mx.cpu()].")
+        raise DeviceError(
+            f"{operation}: got {short(contexts)} for the devices; expected a list of contexts. Pass [mx.cpu(0)], or "
+            "resolve_devices('cpu*2')."
+        )
     for context in contexts:
         is_known = isinstance(context, Context) and context.device_type in ("cpu", "gpu")
         if not (is_known and 0 <= context.device_id < _MOST_NUMBERS):  # of others, operations fail, and then all wait forever

@@ -133,9 +133,9 @@ def test_other_data_after_an_epoch(saved, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "gluon_mgpu"):
         Run(begun=False).fit(folder, epochs=3, resume=folder / "last")
         assert not caplog.messages
-        other, seeded = Run(begun=False, num_examples=9), Run(begun=False)
-        seeded.data = ArrayLoader(X, Y, 3, shuffle=True, seed=1)
-        for one in (other, seeded):
+        other, seeded, ordered = Run(begun=False, num_examples=9), Run(begun=False), Run(begun=False)
+        seeded.data, ordered.data = ArrayLoader(X, Y, 3, shuffle=True, seed=1), ArrayLoader(X, Y, 3)
+        for one in (other, seeded, ordered):
             with pytest.raises(StateError, match="other data or another seed"):
                 one.fit(folder, epochs=4, resume=folder / "last")
         caplog.clear()

@@ -64,7 +64,7 @@ class ArrayLoader:
         self.X, self.y = X, y
         self.batch_size, self.shuffle, self.seed, self.epoch = int(batch_size), shuffle, seed, 0
         self._keep = last_batch == "keep"
-        self.fingerprint = f"{zlib.crc32(self.y.tobytes()):x}-{len(y)}-{seed * shuffle}"
+        self.fingerprint = f"{zlib.crc32(self.y.tobytes()):x}-{len(y)}-{seed if shuffle else None}"
 
     def __len__(self) -> int:
         """Return the number of batches of one pass."""

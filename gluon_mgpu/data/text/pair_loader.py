@@ -100,7 +100,7 @@ class PairLoader:
         self.shuffle, self.seed, self.num_shards = shuffle, seed, num_shards
         self.epoch = 0
         tokens = zlib.crc32(b"".join(one.tobytes() for one in self._source + self._target))
-        self.fingerprint = f"{tokens:x}-{len(source)}-{seed * shuffle}"
+        self.fingerprint = f"{tokens:x}-{len(source)}-{seed if shuffle else None}"
         self._padded = np.zeros_like(self.lengths)
         for bucket in self.buckets:
             self._padded[bucket.examples] = bucket.padded

@@ -96,7 +96,7 @@ def unneeded(items):
 def seed():
     """The same random numbers in every test, and no split, whichever tests run before."""
     seed_all(SEED)
-    restore_split((frozenset(), 0, False))
+    restore_split((frozenset(), 0, False, ()))
     if is_mxnet2():
         mx.npx.set_np()
 

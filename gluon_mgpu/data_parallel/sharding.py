@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -18,7 +19,7 @@ from ..devices.transfer import new_array, new_array_at_once, on_device
 from ..distributed import process_shard
 from ..errors import ShardError
 from ..nested import Array, Fields, host_array, is_device_array, joinable, leaves, map_leaves, with_leaves
-from ..trainer.gradients import note_split
+from ..trainer.gradients import note_labels, note_split
 from .prepared import Place, slicer
 
 _MOST_SHARDS = 2**16  # no machine has more devices
@@ -278,6 +279,7 @@ class SplitPlan:
     ) -> None:
         check_contexts(contexts, operation)
         rank, num_processes = process_shard()
+        self._is_shared = num_processes > 1
         each = split.virtual // num_processes // len(contexts) or 1
         num_here = each * len(contexts)
         if num_processes > 1 and split.weights is not None:
@@ -310,6 +312,9 @@ class SplitPlan:
 
     def _columns(self, data: Any) -> List[List[Array]]:
         note_split(self._idle, self._divided)
+        if self._is_shared:
+            is_pair = isinstance(data, Fields)
+            note_labels(partial(_checksum, data[1] if is_pair else data), are_pairs=is_pair)
         arrays = data if self._is_flat else [leaf for _, leaf in leaves(data)]
         return [load(leaf) for load, leaf in zip(self._loads, arrays)]
 
@@ -333,6 +338,13 @@ def _loads(
         return loaded.copy() if split.virtual and loaded is found else loaded
 
     return lambda leaf: [part(leaf, *place) for place in places]
+
+
+def _checksum(labels: Any) -> int:
+    checksum = 0
+    for _, leaf in leaves(labels):
+        checksum = zlib.crc32(leaf.asnumpy().tobytes() if is_device_array(leaf) else host_array(leaf).tobytes(), checksum)
+    return checksum
 
 
 def count_examples(operation: str, data: Any, batch_axis: Any) -> int:

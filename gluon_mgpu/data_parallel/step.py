@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, Callable, Deque, List, Optional, Sequence
 
-import numpy as np
 from mxnet import gluon
 
 from ..checks import check_function, flag, instance, whole_number
 from ..distributed import group, own_batches
-from ..nested import Array, Fields, is_device_array, leaves
+from ..nested import Array, Fields
 from ..refusals import refusal
-from ..runtime.environment import logger
 from ..trainer.gradients import note_parts
 from ..trainer.parameters import has_values
 from ..trainer.running_stats import note_examples, running_stats
@@ -306,9 +303,6 @@ class TrainStep:
     def _begin(self, X: Any, y: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
         """Let the first batch decide the shapes of parameters that layers leave open."""
         trainer = self._trainer
-        if not (trainer.sharded_data or "compared" in trainer.kept):
-            trainer.kept["compared"] = True
-            _compare(self._operation, y)
         trainer.resolve_shapes()
         params = list(self._net.collect_params().values())
         if any(param._deferred_init for param in params):
@@ -322,21 +316,6 @@ class TrainStep:
         self._open = any(param._deferred_init for param in params)
         self._stats = running_stats(self._net)
         trainer.running_stats.add(self._stats)
-
-
-def _compare(operation: str, label: Any) -> None:
-    """Log a warning if the processes of a job have read different batches, such as those that each has shuffled otherwise."""
-    processes = group()
-    if processes is None:
-        return
-    arrays = [leaf.asnumpy() if is_device_array(leaf) else np.asarray(leaf) for _, leaf in leaves(label)]
-    found = processes.all_gather_bytes(str([zlib.crc32(array.tobytes()) for array in arrays]).encode())
-    if len(set(found)) > 1 and not processes.process.rank:
-        logger.warning(
-            "%s: the processes have read different batches, and each trains on its part of its own: some examples are left out. "
-            "Shuffle alike, for example after np.random.seed(0), or give each its own data: Trainer(sharded_data=True)",
-            operation,
-        )
 
 
 def check_network(operation: str, net: Any) -> None:

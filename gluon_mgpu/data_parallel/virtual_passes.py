@@ -67,6 +67,7 @@ class VirtualPasses(Passes):
         tree, contexts = trainer.tree, trainer.contexts
         assert tree is not None, "the trainer has virtual shards"
         virtual = tree.virtual
+        trainer.exchange(plan.num_examples)  # the tree sums over the processes
         buffers, shapeless = trainer.gradients.current_slabs(), [one for one in trainer.params if one._data is None]
         gradients = tree.begin(buffers)
         stats = self._stats_of(contexts, buffers)

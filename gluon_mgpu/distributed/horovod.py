@@ -55,7 +55,7 @@ class Horovod:
         self._on_gpu = bool(self._hvd.nccl_built())
         self._num_sums = 0
 
-    def all_reduce(self, arrays: List[Array]) -> _RingSum:
+    def all_reduce(self, arrays: List[Array], *, any_order: bool = False) -> _RingSum:
         """Return an operation whose `run(priority)` sums the arrays, one per device, over devices and processes, in place."""
         self._num_sums += 1  # every process makes the same sums in the same order, so the names match
         return _RingSum(self._hvd, f"sum.{self._num_sums}", arrays, on_gpu=self._on_gpu)

@@ -52,6 +52,7 @@ class Group:
         self.backend: Union[DistSync, Horovod] = (
             DistSync(process) if os.environ.get("DMLC_ROLE") == "worker" else Horovod(process)
         )
+        self._numbers: Optional[Tuple[Array, QueuedSum]] = None  # one of each process, and what exchanges them
 
     def all_reduce(self, gradients: Sequence[Array]) -> QueuedSum:
         """Return an operation whose `run(priority)` sums the arrays, one per device, over devices and processes, in place."""
@@ -75,21 +76,45 @@ class Group:
         """Gather float32 numbers, shape (n,), from every process; return them in rank order, shape (processes, n). Waits."""
         return self.backend.all_gather(numbers)
 
+    def exchange(self, number: int) -> Array:
+        """Queue an exchange of one number below 2**24; return the array, shape (processes,), that will hold those of all."""
+        if self._numbers is None:
+            numbers = mx.nd.zeros((self.process.num_processes,), ctx=mx.cpu())
+            self._numbers = numbers, self.backend.all_reduce([numbers], any_order=True)
+        numbers, total = self._numbers
+        numbers[:] = 0
+        numbers[self.process.rank] = number
+        total.run(1)  # before the gradients, which come later
+        return numbers.copy()
+
     def broadcast(self, arrays: Sequence[Array]) -> None:
-        """Set floating-point arrays to those of process 0, in place. Waits for all processes."""
-        classic = [array.as_nd_ndarray() for array in arrays]
-        numbers = np.concatenate([np.zeros(1, np.float32), *(array.asnumpy().reshape(-1) for array in classic)])
-        together = mx.nd.array(np.zeros_like(numbers) if self.process.rank else numbers, dtype=numbers.dtype)
-        self.backend.all_reduce([together]).run(0)  # with zeros, which is exact
-        ends = np.cumsum([array.size for array in classic])
-        for array, own in zip(classic, np.split(together.asnumpy()[1:], ends)):
+        """Set arrays to those of process 0, in place. Waits for all processes."""
+        own = [array.as_nd_ndarray() for array in arrays]
+        numbers = [_as_floats(array.asnumpy()) for array in own]
+        together = np.concatenate([np.zeros(1, np.float32), *numbers])
+        total = mx.nd.array(np.zeros_like(together) if self.process.rank else together, dtype=together.dtype)
+        self.backend.all_reduce([total], any_order=True).run(0)  # with zeros, which is exact
+        ends = np.cumsum([1, *map(len, numbers)])
+        for array, part in zip(own, np.split(total.asnumpy(), ends)[1:]):
+            values = array.asnumpy()
+            values = part.astype(values.dtype) if _is_float(values) else part.astype(np.uint8).view(values.dtype)
             # through a copy: a weight may be in oneDNN's own layout, into which NumPy cannot write
-            mx.nd.array(own.reshape(array.shape), ctx=array.context, dtype=array.dtype).copyto(array)
+            mx.nd.array(values.reshape(array.shape), ctx=array.context, dtype=array.dtype).copyto(array)
 
     def barrier(self) -> None:
         """Wait until every process has reached this call."""
         mx.nd.waitall()
         self.backend.barrier()
+
+
+def _is_float(values: np.ndarray) -> bool:
+    return np.issubdtype(values.dtype, np.floating)
+
+
+def _as_floats(values: np.ndarray) -> np.ndarray:
+    """Return numbers as floats that a sum with zeros leaves as they are; integers and bfloat16 as their bytes."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    return flat if _is_float(values) else flat.view(np.uint8).astype(np.float32)
 
 
 @functools.lru_cache(maxsize=None)  # each step asks, and reading the environment is slow

@@ -226,6 +226,8 @@ class Run:
         progress = self._loop.run(self.limits.of(data, start))
         trainer.flush()
         state.pending = 0
+        if trainer.replica_check.is_on:
+            trainer.check_replicas()
         if self._add_norm():  # of the batches that were left
             progress = replace(progress, means=self._sums.read_all())
         self.raise_if_stopped(progress.stopped, f"in epoch {state.epoch} after step {state.step}")

@@ -142,8 +142,6 @@ class Checkpoint(Callback):
         if place and self._saved == here:
             return  # Ctrl-C came when everything was saved
         self._reached = state.step
-        if state.trainer.replica_check is not None:
-            state.trainer.replica_check.verify()  # no checkpoint holds bits of which devices disagree
         if self._base is None or not place:
             self._base = draw_base(state.trainer.contexts[0])
         rows = state.history.rows
@@ -151,8 +149,7 @@ class Checkpoint(Callback):
         snapshot = take_snapshot(state.net, state.trainer, progress, place=place, arrays=arrays, base=self._base)
         if not this_process().rank:
             self._rotation.put(self._writing(snapshot), state.step, is_best=is_best)
-        if state.trainer.replica_check is not None:
-            state.trainer.replica_check.checkpoint = str(self.folder / "last")
+        state.trainer.replica_check.checkpoint = str(self.folder / "last")
         self._saved = here
 
     def _writing(self, snapshot: Snapshot) -> Callable[[Path], None]:

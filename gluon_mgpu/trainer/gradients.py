@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import compress, filterfalse
 from operator import attrgetter, is_not
-from typing import Dict, FrozenSet, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from typing import Callable, Dict, FrozenSet, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
 from weakref import WeakSet, WeakValueDictionary
 
 import mxnet as mx
@@ -532,6 +532,8 @@ class _Now:
         Whether a pass runs.
     has_split : bool
         Whether this process has divided a batch.
+    labels : tuple of int
+        Checksums of the first batch that it has divided since the latest trainer was made, the labels last.
     """
 
     num_steps: int = 0
@@ -540,6 +542,7 @@ class _Now:
     num_counted: float = 0
     is_inside: bool = False
     has_split: bool = False
+    labels: Tuple[int, ...] = ()
 
     def end_step(self) -> None:
         self.num_steps, self.divided, self.num_counted = self.num_steps + 1, 0, 0
@@ -574,11 +577,28 @@ def note_split(idle: FrozenSet[Context], divided: int) -> None:
     """Note a split: see `_Now`. Until a pass of ours comes, the gradients of its idle devices are of another batch."""
     for one in _alive() if _now.idle else ():
         one.note_idle()
-    _now.idle, _now.divided, _now.has_split = idle, divided, True
+    _now.idle, _now.divided = idle, divided
+
+
+def note_labels(checksum: Callable[[], int], *, are_pairs: bool) -> None:
+    """Note the labels of the first batch that processes divide: those of a pair, or the second array that comes alone."""
+    _now.has_split = True
+    if len(_now.labels) < 2:
+        _now.labels += (checksum(),) * (1 + are_pairs)
+
+
+def forget_labels() -> None:
+    """Note those of the next batch."""
+    _now.labels = ()
+
+
+def first_labels() -> Tuple[int, ...]:
+    """Return what `note_labels` has noted: the checksum of the labels, or () if none has come."""
+    return _now.labels[-1:]
 
 
 def has_split() -> bool:
-    """Return whether this process has divided a batch."""
+    """Return whether this process has divided a batch between the processes."""
     return _now.has_split
 
 
@@ -592,14 +612,14 @@ def is_too_large(batch_size: float) -> bool:
     return batch_size == _now.divided and 0 < _now.num_counted < batch_size
 
 
-def latest_split() -> Tuple[FrozenSet[Context], int, bool]:
+def latest_split() -> Tuple[FrozenSet[Context], int, bool, Tuple[int, ...]]:
     """Return what `note_split` has noted, for `restore_split`."""
-    return _now.idle, _now.divided, _now.has_split
+    return _now.idle, _now.divided, _now.has_split, _now.labels
 
 
-def restore_split(noted: Tuple[FrozenSet[Context], int, bool]) -> None:
+def restore_split(noted: Tuple[FrozenSet[Context], int, bool, Tuple[int, ...]]) -> None:
     """Let an earlier split be the latest one: its batch is trained on now."""
-    _now.idle, _now.divided, _now.has_split = noted
+    _now.idle, _now.divided, _now.has_split, _now.labels = noted
 
 
 @contextmanager

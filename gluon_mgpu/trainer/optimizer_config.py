@@ -49,6 +49,23 @@ def describe(optimizer: opt.Optimizer) -> Description:
     return {**_described(optimizer), "learning_rate": rate, "schedule": _described(optimizer.lr_scheduler)}
 
 
+def options_of(optimizer: opt.Optimizer) -> Dict[str, Any]:
+    """Return the classes of an optimizer and its schedule, and their numbers and texts as they are now.
+
+    Examples
+    --------
+    >>> options = options_of(opt.SGD(learning_rate=0.5, momentum=0.9))
+    >>> options["learning_rate"], options["momentum"], options["wd"]
+    (0.5, 0.9, 0.0)
+    """
+    found = {"optimizer": class_name(optimizer), "learning_rate": optimizer.lr}
+    for thing, prefix in ((optimizer, ""), (optimizer.lr_scheduler, "lr_scheduler.")):
+        for name, value in vars(thing).items() if thing is not None else ():
+            if isinstance(value, (bool, int, float, str, list, type(None))) and name not in _NOT_KEPT:
+                found[prefix + name] = value
+    return found
+
+
 def restore_optimizer(
     saved: Description, optimizer: opt.Optimizer, at_first: Tuple[Any, Any] = (None, None), *, learning_rate: bool = True
 ) -> None:

@@ -1,26 +1,83 @@
-"""Devices that compute wrongly, found by comparing the bits of replicas: after each update they must all be the same."""
+"""Replicas that must hold the same values: compared after updates, in all processes, and where a network is used or saved."""
 
 from __future__ import annotations
 
 import json
 import zlib
 from collections import Counter
-from typing import Sequence
+from typing import Dict, Sequence
 
+import mxnet as mx
+from mxnet import autograd
 from mxnet import optimizer as opt
 
 from ..checks import whole_number
 from ..distributed import group
 from ..errors import ReplicaError, TrainerError
-from ..nested import is_device_array, leaves
+from ..nested import Array, is_device_array, leaves
+from ..runtime.environment import logger
 from .layout import Layout
-from .slab import Slab
+from .parameters import Params, named_params, trainers_of
+from .slab import Slab, place_of
 
 _MOST_NAMES = 3  # parameters of a bucket in a message
 
 
+class ReplicaComparison:
+    """Whether the devices of a network hold the same values, computed on the first device of each parameter without waiting.
+
+    Parameters
+    ----------
+    operation : str
+        For the error.
+    params : gluon.Block, ParameterDict, dict or list of gluon.Parameter
+    """
+
+    def __init__(self, operation: str, params: Params) -> None:
+        self._operation, self._params = operation, named_params(params)
+        self._is_ours = bool(trainers_of(params))
+        held: Dict[int, Sequence[Array]] = {}  # of each bucket, and of each parameter outside of buckets
+        for param in self._params.values():
+            found = place_of(param)
+            held[id(found.bucket if found else param)] = found.bucket.weights if found else param._data or ()
+        with autograd.pause():
+            flags = [_differ(arrays[0], other) for arrays in held.values() for other in arrays[1:] if other.size]
+            self._num_different = mx.nd.add_n(*(one.as_in_context(flags[0].context) for one in flags)) if flags else None
+
+    def check(self) -> None:
+        """Wait for the result.
+
+        Raises
+        ------
+        ReplicaError
+            They differ, and a trainer of this package trains the network or a part of it. In other programs, log a warning.
+        """
+        number, self._num_different = self._num_different, None
+        if number is None or not number.asscalar():
+            return
+        name = next((name for name, param in self._params.items() if _any_differ(param._data or ())), "a parameter")
+        message = (
+            f"{self._operation}: got other values of {name} on {self._params[name].list_ctx()}; expected the same on all. "
+            "Give the trainer the whole network, Trainer(net): it moves running statistics alike, also those of frozen layers. "
+            "Or call mgpu.broadcast_parameters(net) before."
+        )
+        if self._is_ours:
+            raise ReplicaError(message)
+        logger.warning("%s", message)
+
+
+def _any_differ(arrays: Sequence[Array]) -> bool:
+    return any(_differ(arrays[0], other).asscalar() for other in arrays[1:] if other.size)
+
+
+def _differ(first: Array, other: Array) -> Array:
+    """Return 1, shape (1,), if a number differs, otherwise 0. NaN is equal to NaN."""
+    one, two = (mx.nd.reshape(array.as_nd_ndarray(), shape=(-1,)) for array in (first, other.as_in_context(first.context)))
+    return mx.nd.max((one != two) * ((one == one) + (two == two))).astype("float32")
+
+
 class ReplicaCheck:
-    """Compares the replicas of a trainer every so many updates.
+    """Compares the replicas of a trainer, in all processes of a job.
 
     One wrong bit of a weight or of an optimizer's state changes a checksum, and a wrong bit of a summed gradient becomes one of a
     weight. A device that computes a wrong gradient of its own shard is not found: the sum, and so all replicas, contain it.
@@ -30,7 +87,8 @@ class ReplicaCheck:
     layout : Layout
     updaters : list of mxnet.optimizer.Updater
         Those that hold the optimizer's states.
-    every : int
+    every : int, optional
+        Compare after every so many updates, not only when `verify` is called.
     trains_apart : bool
         Whether the devices' weights differ between averages.
 
@@ -43,22 +101,26 @@ class ReplicaCheck:
     """
 
     def __init__(self, layout: Layout, updaters: Sequence[opt.Updater], every: object, *, trains_apart: bool) -> None:
-        self.every = whole_number("Trainer", "check_replicas_every", every, advice="100 is usual.")
+        self.every = None if every is None else whole_number("Trainer", "check_replicas_every", every, advice="100 is usual.")
         self.num_verified, self.checkpoint = 0, "the last checkpoint"
         self._layout, self._updaters, self._num_updates = layout, updaters, 0
         self._processes = group()
         num_replicas = len(layout.contexts) * (1 if self._processes is None else self._processes.process.num_processes)
-        if layout.spans_devices or num_replicas < 2 or trains_apart:
+        if self.every is not None and (layout.spans_devices or num_replicas < 2 or trains_apart):
             raise TrainerError(
                 f"Trainer: got check_replicas_every={self.every} with {num_replicas} replicas of one network; expected two or "
                 "more that hold the same weights and states. Leave it out on one device, and with pipelines and LocalSGD."
             )
 
-    def after_update(self) -> None:
-        """Compare the replicas if it is time to."""
+    def after_update(self) -> bool:
+        """Count an update; return whether it is time to compare."""
         self._num_updates += 1
-        if self._num_updates % self.every == 0:
-            self.verify()
+        return self.every is not None and self._num_updates % self.every == 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether runs compare by themselves: in several processes, and where the user has asked for it."""
+        return self.every is not None or self._processes is not None
 
     def verify(self) -> None:
         """Compare the replicas now, and wait for them; raise `ReplicaError` if they differ."""
@@ -79,8 +141,9 @@ class ReplicaCheck:
                 raise ReplicaError(
                     f"Trainer.step: got other bits on {', '.join(wrong)} in bucket {at} ({', '.join(names[:_MOST_NAMES])}{more}) "
                     f"after update {self._num_updates}; expected the same weights and states on all devices, as after update "
-                    f"{self.num_verified}. Test {'this device' if len(wrong) == 1 else 'these devices'}, and resume from "
-                    f"{self.checkpoint}."
+                    f"{self.num_verified}. If the program has set weights or options there alone (set_data, load_parameters), "
+                    "set them on all, or call mgpu.broadcast_parameters(net) in all processes. If not, test "
+                    f"{'this device' if len(wrong) == 1 else 'these devices'}, and resume from {self.checkpoint}."
                 )
         self.num_verified = self._num_updates
 

@@ -21,7 +21,7 @@ from ..refusals import JOINING, refusal
 from .gradients import Gradients, idle_devices, is_too_large
 from .layout import Layout
 from .loss_scaler import LossScaler
-from .optimizer_config import describe, restore_optimizer
+from .optimizer_config import describe, options_of, restore_optimizer
 from .options import as_number, batch_size_of, check_options, check_virtual, made_optimizer
 from .parameters import Params, gluon_order, has_values, replica_difference, trainers_of
 from .precision import check_precision, precision_of, set_precision
@@ -183,16 +183,17 @@ class Trainer(gluon.Trainer):
         self.sharded_data = sharded_data and self._process_sync.in_job  # whether every process reads its own batches
         self._update = Update(optimizer, self._layout, gluon_order(params))
         updaters = list(self._update.updaters.values())
-        self.replica_check: Optional[ReplicaCheck] = None
-        if check_replicas_every is not None:
-            self.replica_check = ReplicaCheck(self._layout, updaters, check_replicas_every, trains_apart=self.trains_apart)
+        self.replica_check = ReplicaCheck(self._layout, updaters, check_replicas_every, trains_apart=self.trains_apart)
+        self._options = {"rescale_grad": optimizer.rescale_grad, "clip_norm": clip_norm, "clip_value": clip_value}
+        self._options.update(sharded_data=sharded_data, check_replicas_every=check_replicas_every, bucket_bytes=bucket_bytes)
+        self._options["number of devices"] = None if self.sharded_data else len(self.contexts)
         self.tree: Optional[TreeSum] = None  # the sum over virtual shards
         if virtual_shards is not None:
             self.use_virtual_shards(virtual_shards)
         self.gradients = Gradients(self._layout, find_unused=find_unused_parameters)
         if has_values(self._layout.params):
             self._layout.place()
-            self._process_sync.begin()
+            self._process_sync.begin(self._facts(optimizer))
         for former in trainers_of(params):  # everything was checked: from here on, this is the network's trainer
             if former.trains_apart and replica_difference(params):
                 former.average_replicas()
@@ -245,7 +246,11 @@ class Trainer(gluon.Trainer):
             self._layout.place()
         if self._process_sync.in_job:
             self._process_sync.check_unused("Trainer")  # such as a generator's pass, before the first one of this network
-            self._process_sync.begin()
+            self._process_sync.begin(self._facts(self._optimizer))
+
+    def _facts(self, optimizer: opt.Optimizer) -> Dict[str, object]:
+        """Return what all processes must have in common, in addition to the parameters."""
+        return {**options_of(optimizer), **self._options, "virtual_shards": self.virtual_shards}
 
     @property
     def params(self) -> List[gluon.Parameter]:
@@ -395,6 +400,22 @@ class Trainer(gluon.Trainer):
         self._sum.drop()
         self._num_counted, self._summed = 0, None
 
+    def check_replicas(self) -> None:
+        """Compare the bits of weights and states on all devices, in a job those of all processes. It waits for them.
+
+        In a job, all processes must call it. `fit` calls it after each epoch, and so does `save_checkpoint`.
+
+        Raises
+        ------
+        ReplicaError
+            They differ.
+        TrainerError
+            In the last steps, the options of the processes differed.
+        """
+        self._process_sync.settle()
+        if not self.trains_apart:
+            self.replica_check.verify()
+
     def average_replicas(self) -> None:
         """Move BatchNorm's running statistics of all devices alike, if passes came that no step has used.
 
@@ -415,6 +436,7 @@ class Trainer(gluon.Trainer):
         self._process_sync.check_begun("Trainer.allreduce_grads", divides=not self.sharded_data)
         self._check_sums("Trainer.allreduce_grads")
         slabs = self.gradients.collect(ignore_stale_grad=True)
+        self.exchange(0)
         if self._summed and not slabs:
             raise TrainerError(
                 "Trainer.allreduce_grads: got gradients that it has already summed; expected a pass in between. Call update()."
@@ -583,11 +605,19 @@ class Trainer(gluon.Trainer):
 
     def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
         slabs = self.gradients.collect(ignore_stale_grad)
+        if self.tree is None:
+            self.exchange(self._num_counted + batch_size)
         self._reduce(slabs)
         # From here on these gradients are sums: if the optimizer raises, another step must not sum them again.
         self.gradients.mark_used()
         self._summed = slabs
         self._apply(slabs, batch_size)
+
+    def exchange(self, batch_size: float) -> None:
+        """Check that all processes sum the same gradients, before they do: see `ProcessSync.step`."""
+        if self._process_sync.in_job:
+            shared = {} if self.sharded_data else {"batch size": batch_size}
+            self._process_sync.step({**self._facts(self._optimizer), **shared}, divides=not self.sharded_data)
 
     def _reduce(self, slabs: List[Slab]) -> None:
         self._sum.run(slabs)
@@ -610,8 +640,8 @@ class Trainer(gluon.Trainer):
                     with suppress(StateError):  # of options that were changed: they are the error
                         self._make_equal(slabs)
                 raise
-            if self.replica_check is not None:
-                self.replica_check.after_update()
+            if self.replica_check.after_update():
+                self.check_replicas()
         self.gradients.put_back_running()
         self._summed = None
 

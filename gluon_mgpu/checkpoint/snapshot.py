@@ -19,6 +19,7 @@ from ..distributed.process import this_process
 from ..errors import NonFiniteLossError, StateError
 from ..nested import Array
 from ..trainer.parameters import average_replicas, has_values
+from ..trainer.replica_check import ReplicaComparison
 from ..trainer.states import TrainerState, as_values, from_values, write_arrays
 from ..trainer.trainer import Trainer
 from . import random_state
@@ -50,10 +51,13 @@ class Snapshot:
         The trainer, the RNG state and the progress of the run, as values for JSON. None for a network alone.
     is_np : bool
         Whether it was taken in np mode.
+    comparison : ReplicaComparison
+        Of the devices, since it holds the first one's parameters.
     """
 
     params: Dict[str, Array]
     progress: str
+    comparison: ReplicaComparison
     arrays: Dict[str, Array] = field(default_factory=dict)
     training: Optional[Dict[str, Any]] = None
     is_np: bool = False
@@ -65,7 +69,10 @@ class Snapshot:
         ------
         NonFiniteLossError
             A loss of the epoch so far was not finite, or a parameter is NaN: the checkpoint would replace a good one.
+        ReplicaError
+            The devices hold other values: see `ReplicaComparison`.
         """
+        self.comparison.check()
         params = {name: array.asnumpy() for name, array in self.params.items()}
         losses = [array for name, array in self.arrays.items() if name.startswith(SUM) and name.split("/", 2)[2] == "loss"]
         is_nan = any(np.isnan(array).any() for array in params.values())  # a mask of attention may hold -inf
@@ -127,18 +134,21 @@ def take_snapshot(
             f"save_checkpoint: got progress that JSON cannot hold ({error}); expected numbers, texts and lists. Leave arrays out."
         ) from error
     is_np = bool(mx.util.is_np_shape())
-    if trainer is None:
-        average_replicas(net)
-        mx.nd.waitall()  # a static graph writes running statistics without telling the engine
-        return Snapshot(_copied_params(net), progress_json, is_np=is_np)
-    check_all_saved(net, trainer)
-    trainer.check_applied("Trainer.save_states")
+    if trainer is not None:
+        check_all_saved(net, trainer)
+        trainer.check_applied("Trainer.save_states")
+        if trainer.replica_check.is_on:
+            trainer.check_replicas()  # no checkpoint holds bits of which devices or processes disagree
     average_replicas(net)
+    comparison = ReplicaComparison("save_checkpoint", net)
+    if trainer is None:
+        mx.nd.waitall()  # a static graph writes running statistics without telling the engine
+        return Snapshot(_copied_params(net), progress_json, comparison, is_np=is_np)
     copies = {name: array.as_nd_ndarray().copy() for name, array in (arrays or {}).items()}
     training = {**as_values(trainer.state(), copies), "place": place or {}}
     training["random"] = _reseeded(trainer, (place or {}).get("step", 0), base)
     training["ranks"] = _generators_of_all(training["random"], (place or {}).get("generators"))
-    return Snapshot(_copied_params(net), progress_json, copies, training, is_np)
+    return Snapshot(_copied_params(net), progress_json, comparison, copies, training, is_np)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from ..models import Seq2Seq
 from ..models.seq2seq.beam_search import EXTRA_TOKENS, LENGTH_FACTOR, MAX_REPEATS
 from ..models.seq2seq.translator import Translator
 from ..trainer.parameters import average_replicas, devices_of
+from ..trainer.replica_check import ReplicaComparison
 from . import onnx_translator
 from .sampled_graph import ExportGraph, array_on, complete, legacy_mode
 from .write_onnx import Group
@@ -44,6 +45,7 @@ def graphs_of(net: Seq2Seq) -> Dict[str, Tuple[ExportGraph, List[Group]]]:
             "can be traced. Export its parts as HybridBlocks."
         )
     average_replicas(net)
+    ReplicaComparison("export", net).check()
     context = devices_of(net)[0]
     rng = np.random.RandomState(0)
     source = rng.randint(0, net.source_vocab_size, (_BATCH, _STEPS)).astype("int32")

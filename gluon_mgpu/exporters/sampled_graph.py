@@ -19,6 +19,7 @@ from ..errors import NestedError, TrainerError
 from ..nested import Array, is_device_array, map_leaves
 from ..trainer.parameters import average_replicas, blocks_of, devices_of, spans_devices
 from ..trainer.precision import precision_of, set_precision
+from ..trainer.replica_check import ReplicaComparison
 
 _FLOATS = ("float16", "bfloat16", "float64")
 
@@ -163,6 +164,7 @@ def predict_sample(net: gluon.Block, arguments: Sequence[Any]) -> List[np.ndarra
         outputs = _predicted(net, arguments)  # decides shapes
         if list(net.collect_params()) and len(devices_of(net)) > 1:
             average_replicas(net)
+            ReplicaComparison("export", net).check()
             outputs = _predicted(net, arguments)
     if any(array.dtype.names for array in outputs):  # a structure of one number of 16 bits, which NumPy cannot compute with
         raise TrainerError(

@@ -18,6 +18,7 @@ from ..data_parallel.virtual_passes import VirtualPasses
 from ..devices.select import check_contexts
 from ..trainer.gradients import latest_split, restore_split
 from ..trainer.parameters import average_replicas, devices_of
+from ..trainer.replica_check import ReplicaComparison
 from ..trainer.tree_sum import VirtualShards
 from .batch_loop import BatchLoop, EpochOptions, EpochProgress
 from .metric_sums import MetricSums
@@ -166,4 +167,7 @@ def run_evaluation(
     parts = passes if virtual_shards is None else VirtualPasses(passes, virtual_shards)
     step = EvalStep("evaluate", loss, devices_of(net), split, parts)
     average_replicas(net)
-    return BatchLoop(step, MetricSums(metrics, num_shards=virtual_shards), options).run(data_iter)
+    comparison = ReplicaComparison("evaluate", net)
+    progress = BatchLoop(step, MetricSums(metrics, num_shards=virtual_shards), options).run(data_iter)
+    comparison.check()
+    return progress

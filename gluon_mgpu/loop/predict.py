@@ -18,6 +18,7 @@ from ..distributed import group, without_group
 from ..errors import ShardError, StepError, TrainerError
 from ..nested import Array, is_device_array, leaves, map_leaves
 from ..trainer.parameters import average_replicas, devices_of
+from ..trainer.replica_check import ReplicaComparison
 from .batch_loop import device_error, naming_step
 from .evaluate import EvalStep
 
@@ -155,6 +156,7 @@ def _run(
 ) -> Generator[Any, None, None]:
     if group() is None:  # in a job, one process may predict alone
         average_replicas(net)
+    comparison = ReplicaComparison("predict", net)
     queued: Deque[Tuple[int, List[Output]]] = deque()
     for number, item in enumerate(batches_of(data_iter), 1):
         X = as_pair(item, "predict")[0] if pairs and not isinstance(item, mx.io.DataBatch) else features_of(item)
@@ -169,9 +171,11 @@ def _run(
                 "expected its one argument. Pass pairs=True if the items are (X, y)."
             ) from error
         if len(queued) > max_inflight:
+            comparison.check()
             yield _read(*queued.popleft(), output_axis)
     if not queued:  # after a batch, at least one stays in the queue
         raise no_batch("predict")
+    comparison.check()
     while queued:
         yield _read(*queued.popleft(), output_axis)
 

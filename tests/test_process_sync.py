@@ -1,9 +1,11 @@
 """Processes that differ in one thing raise, all of them, and name it and the ranks: no job trains two networks."""
 
+import json
 import sys
 import textwrap
 
 import mxnet as mx
+import numpy as np
 import pytest
 from gluon_mgpu.trainer.process_sync import broadcast_parameters
 from mxnet import gluon
@@ -73,6 +75,30 @@ START = """
     tell("start", **{name: error(differing, options) for name, options in json.loads(DIFFERENCES).items()})
 """
 
+UNEVEN = """
+    rng = np.random.RandomState(0)
+    data = rng.normal(size=(22, 2)).astype("float32"), rng.normal(size=(22, 2)).astype("float32")
+    bounds = [(0, 4), (4, 8), (8, 12)] if not me.rank else [(12, 16), (16, 22)]
+    batches = [tuple(one[begin:end] for one in data) for begin, end in bounds]
+    def uneven(way):
+        net, trainer = made(sharded_data=True, optimizer="adam")
+        joined = mgpu.data.JoinedBatches(iter(batches) if way == "once" else batches)
+        if way == "fit":
+            mgpu.fit(net, loss, trainer, joined, epochs=1, callbacks=[], metrics=())
+        for features, labels in joined if way != "fit" else ():
+            if way == "hand":
+                with mgpu.distributed.own_batches():
+                    Xs, ys = mgpu.split_batch(features, labels, ctx)
+                with autograd.record():
+                    losses = [loss(net(x), t) for x, t in zip(Xs, ys)]
+                mgpu.backward(losses)
+                trainer.step(len(features))
+            else:
+                mgpu.train_batch(net, loss, trainer, features, labels, micro_steps=1 + (way == "micro"))
+        return [param.data().asnumpy().tolist() for param in net.collect_params().values()]
+    tell("uneven", **{way: uneven(way) for way in ("hand", "train_batch", "once", "micro", "fit")})
+"""
+
 LATER = """
     def at_third_step(change, until=40):
         net, trainer = made()
@@ -135,7 +161,7 @@ LATER = """
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     differences = {name: options for name, (options, _) in AT_START.items()}
-    program = [f"DIFFERENCES = {__import__('json').dumps(differences)!r}\n", WORLD, START, LATER]
+    program = [f"DIFFERENCES = {json.dumps(differences)!r}\n", WORLD, START, UNEVEN, LATER]
     return launched(tmp_path_factory.mktemp("job"), program, 2)
 
 
@@ -166,6 +192,25 @@ def test_one_call_gives_all_the_weights_of_the_first(told):
         assert one["later"]["weights"] == [[7, 7]] * 2
         assert one["later"]["numbers"] == [[1, 300]] * 4  # int32, float16, float64, bfloat16
         assert "broadcast_parameters: got shape of weight: (3, 2) in rank 0; (4, 2) in rank 1" in one["later"]["broadcast"]
+
+
+@pytest.mark.parametrize("way", ["hand", "train_batch", "once", "micro", "fit"])
+def test_a_process_with_fewer_batches_goes_on_with_empty_ones(told, way):
+    """The others would wait for it: the third step is of the examples of process 0 alone."""
+    rng = np.random.RandomState(0)
+    X, y = (mx.nd.array(rng.normal(size=(22, 2)).astype("float32")) for _ in range(2))
+    net = gluon.nn.Sequential()
+    net.add(*[gluon.nn.Dense(2, in_units=2, use_bias=False) for _ in range(2)])
+    net.initialize(mx.init.One())
+    trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.1})
+    for rows in ([*range(4), *range(12, 16)], [*range(4, 8), *range(16, 22)], [*range(8, 12)]):
+        with mx.autograd.record():
+            loss = gluon.loss.L2Loss()(net(X[rows]), y[rows])
+        loss.backward()
+        trainer.step(len(rows))
+    for one in told:
+        for found, param in zip(one["uneven"][way], net.collect_params().values()):
+            np.testing.assert_allclose(found, param.data().asnumpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_changes_that_all_make_are_no_difference(told):

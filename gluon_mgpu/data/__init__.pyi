@@ -6,6 +6,7 @@ from .images import ImageData as ImageData
 from .images import load_digits as load_digits
 from .images import load_fashion_mnist as load_fashion_mnist
 from .images import load_mnist as load_mnist
+from .joined_batches import JoinedBatches as JoinedBatches
 from .sharded_sampler import ShardedSampler as ShardedSampler
 from .text.korean_numbers import korean_numbers as korean_numbers
 from .text.pair_loader import PairLoader as PairLoader

@@ -137,7 +137,7 @@ class Planner:
         """
         if plan.slices is None or plan.is_new or not (is_compiled or plan.shapes == [loss.shape for loss in losses]):
             self._count_examples(plan, losses, y, ys)
-        if self._num_units is None:
+        if self._num_units is None or not plan.num_examples:
             return plan.num_examples, None
         checked = partial(whole_number, self._operation, "num_units(y) of the loss", advice="Leave out the batch.")
         total = own = checked(self._num_units(y))

@@ -16,7 +16,7 @@ from mxnet import Context
 from ..checks import explaining, flag, is_whole, short, whole_number
 from ..devices.select import check_contexts
 from ..devices.transfer import new_array, new_array_at_once, on_device
-from ..distributed import process_shard
+from ..distributed.membership import has_own_batches, process_shard
 from ..errors import ShardError
 from ..nested import Array, Fields, host_array, is_device_array, joinable, leaves, map_leaves, with_leaves
 from ..trainer.gradients import note_labels, note_split
@@ -360,7 +360,7 @@ def count_examples(operation: str, data: Any, batch_axis: Any) -> int:
                 f"{operation}: got {num_examples} examples in {path} and {length} in {other}; expected as many in each. "
                 "Give each example its label, stack lists of examples, or pass the batch_axis of each array."
             )
-    if num_examples == 0:
+    if num_examples == 0 and not has_own_batches():
         raise ShardError(f"{operation}: got a batch of 0 examples in {path}; expected 1 or more. Leave empty batches out.")
     return num_examples
 

@@ -250,7 +250,8 @@ class TrainStep:
 
     def _train_parts(self, X: Any, y: Any) -> Batch:
         trainer, axis = self._trainer, self._split.batch_axis
-        count_examples(self._operation, Fields((X, y)), axis)  # its errors name the caller
+        if not count_examples(self._operation, Fields((X, y)), axis):  # its errors name the caller
+            return self._train(X, y)
         parts = split_data(Fields((X, y)), self._micro_steps, axis, even_split=False)
         try:
             with trainer.accumulate():

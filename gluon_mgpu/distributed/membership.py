@@ -151,6 +151,11 @@ def process_shard() -> Tuple[int, int]:
     return _place()
 
 
+def has_own_batches() -> bool:
+    """Return whether this process of several reads its own batches: one that has no more takes part with empty ones."""
+    return _own.get() and group() is not None
+
+
 def without_group() -> ContextManager[None]:
     """Within this block, let this process work alone: on whole batches, without communication."""
     return _set(_apart, True)

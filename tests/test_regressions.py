@@ -179,6 +179,26 @@ def test_adam_forgets_its_count_on_more_devices(trainer_class, tmp_path):
         assert max(differences) <= 1e-6
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "rmsprop"])
+@BOTH
+def test_set_data_between_steps_loses_the_states(trainer_class, optimizer):
+    """As a WGAN clips its weights: with Gluon on several devices, the store that holds the states is made again each time."""
+
+    def trained(trainer_class, ctx):
+        net, rng = initialized(nn.Dense(2, in_units=3, use_bias=False), ctx, mx.init.One()), np.random.RandomState(0)
+        trainer = trainer_class(net.collect_params(), optimizer, {"learning_rate": 0.05})
+        for _ in range(4):
+            with autograd.record():
+                losses = [(net(x) ** 2).sum() for x in mgpu.split_and_load(rng.randn(8, 3).astype("float32"), ctx)]
+            autograd.backward(losses)
+            trainer.step(8)
+            net.weight.set_data(net.weight.data(ctx[0]).clip(-0.9, 0.9))
+        return net.weight.data(ctx[0]).asnumpy()
+
+    off = np.abs(trained(trainer_class, CTX) - trained(gluon.Trainer, CTX[:1])).max()
+    assert off > 1e-3 if trainer_class is gluon.Trainer else off < 1e-6
+
+
 def test_two_shards_through_one_batch_norm_need_a_joint_backward():
     net = initialized(nn.BatchNorm(in_channels=1), CTX[:1])
     with autograd.record():

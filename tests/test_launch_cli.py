@@ -10,6 +10,8 @@ import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli.launch import _gpus, launch
 from gluon_mgpu.distributed import LaunchError
+from gluon_mgpu.distributed.launcher.ray_nodes import RayJob
+from gluon_mgpu.distributed.launcher.tasks import tasks
 
 from .conftest import assert_house_style
 from .test_launch import TELL, quiet_port
@@ -94,6 +96,19 @@ def test_what_cannot_be_launched(here, words):
     assert isinstance(error, LaunchError), error
     assert_house_style(error)
     assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("words", [[], ["--accept-optimizers"]])
+def test_servers_accept_optimizers_only_if_asked(monkeypatch, words):
+    """On this machine, and on those of Ray."""
+    seen = []
+    monkeypatch.setattr("gluon_mgpu.cli.launch.run_job", lambda job: seen.append(tasks(job, "127.0.0.1", ("127.0.0.1", 1))))
+    monkeypatch.setattr(RayJob, "run", lambda job, *_: seen.append(job.arguments))
+    for more in ([], ["--ray", "auto"]):
+        assert invoke("-n", 2, *more, *words, "train.py").exit_code == 0
+    (scheduler, *servers, _, _), arguments = seen
+    assert [list(one.command[3:]) for one in servers] == 2 * [words]
+    assert [word for word in arguments if "accept" in word] == words
 
 
 SRUN = """#!/bin/sh

@@ -1,12 +1,47 @@
-"""Servers of MXNet's store without MXNet's package: commands of workers still reach them."""
+"""Servers of MXNet's store without MXNet's package: commands of workers end them, or reach them if they are asked to accept."""
 
 import ctypes
 import logging
+import os
 import pickle
 
 import mxnet as mx
-from gluon_mgpu.distributed.launcher.server import Controller
+import pytest
+from gluon_mgpu.distributed.launcher.server import CONTROLLER, Controller, refuse
 from mxnet.base import _LIB, check_call
+
+from .conftest import assert_house_style
+
+GARBAGE = [b"", b"\xff\x80 no pickle", b"cos\nno_such_name\n."]
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """The statuses with which the process would have ended."""
+    statuses = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    return statuses
+
+
+@pytest.mark.parametrize("body", [pickle.dumps(mx.optimizer.SGD(), 0), *GARBAGE])
+@pytest.mark.parametrize("head", [0, -1, 7])
+def test_by_default_no_command_is_read(ended, monkeypatch, capsys, head, body):
+    """Any local user could send a pickle, and with it a program that the server ran."""
+    monkeypatch.setattr(pickle, "loads", lambda *_: pytest.fail("unpickled"))
+    CONTROLLER(refuse)(head, body, None)
+    assert ended == [1]
+    told = capsys.readouterr().err
+    assert_house_style(told)
+    assert "pass --accept-optimizers" in told
+
+
+@pytest.mark.parametrize("body", GARBAGE)
+def test_a_command_that_cannot_be_read_ends_the_server(ended, capsys, body):
+    controller = Controller(ctypes.c_void_p())
+    controller.server = mx.kvstore.kvstore_server.KVStoreServer(mx.kv.create())
+    CONTROLLER(controller)(0, body, None)
+    assert ended == [1]
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_an_optimizer_that_a_worker_sends_updates_the_weights(monkeypatch):

@@ -19,7 +19,16 @@ from ..distributed.launcher.server import num_gpus
 from ..distributed.launcher.supervisor import run_job
 from ._options import FOLDER, Whole, count, positive
 
-_OF_JOB = ("num_processes", "servers", "backend", "interface", "log_dir", "max_restarts", "restart")  # named as there
+_OF_JOB = (
+    "num_processes",
+    "servers",
+    "backend",
+    "interface",
+    "log_dir",
+    "max_restarts",
+    "restart",
+    "accept_optimizers",
+)  # named as there
 _NOT_WITH_RAY = ("node_rank", "master", "interface", "min_processes")  # Ray places the machines
 
 
@@ -45,6 +54,11 @@ def _ray_address(_context: click.Context, _parameter: click.Parameter, text: Opt
 )
 @count(
     "--devices-per-process", help="GPUs of each process (CUDA_VISIBLE_DEVICES). By default the machine's GPUs are divided evenly."
+)
+@click.option(
+    "--accept-optimizers",
+    is_flag=True,
+    help="Let servers unpickle what KVStore.set_optimizer sends, which can run any program. For gluon.Trainer with dist_sync.",
 )
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a Python module, as after python -m.")
 @click.option(
@@ -134,6 +148,7 @@ def _run_with_ray(program: Tuple[str, ...], options: Dict[str, Any]) -> int:
     program_command(program, module=options["module"])  # raises if there is no such program
     names = ("num_processes", "servers", "backend", "devices_per_process", "join_timeout", "grace")
     words = [f"--{name.replace('_', '-')}={options[name]}" for name in names if options[name] is not None]
+    words += [*(["--accept-optimizers"] if options["accept_optimizers"] else [])]
     words += [*(["-m"] if options["module"] else []), *program]
     gpus = num_processes * (options["devices_per_process"] or 0)
     own = tuple(words), nodes, fewest, num_processes, gpus, options["max_restarts"], options["join_timeout"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from typing import Any, Dict, List, Sequence, Union
 
 import mxnet as mx
@@ -40,7 +41,11 @@ class DistSync:
                 "second one. Leave it out: mgpu.distributed.this_process() has rank and num_processes, and gradients are summed."
             )
         self._process = process
-        self._store = mx.kv.create("dist_sync")
+        before = os.umask(0o077)  # only this user may connect to a Unix socket, which the launcher asks for on one machine
+        try:
+            self._store = mx.kv.create("dist_sync")
+        finally:
+            os.umask(before)
         # A failed process must not wait at its exit for the others: they wait for it.
         check_call(_LIB.MXKVStoreSetBarrierBeforeExit(self._store.handle, 0))
         self._num_keys = 0

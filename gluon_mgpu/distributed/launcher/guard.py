@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from typing import Dict, List, NamedTuple, Optional, Sequence, Set
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Set
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
@@ -99,6 +99,14 @@ def main(arguments: Sequence[str]) -> None:
             os.write(int(report), b"%.6f %d" % (time.monotonic(), status))
     finally:
         kill_descendants()
+        remove_socket(os.environ)
+
+
+def remove_socket(environ: Mapping[str, str]) -> None:
+    """Remove the Unix socket of a program with these variables, once it has ended."""
+    if "DMLC_LOCAL" in environ:
+        with suppress(OSError):  # ps-lite has removed it, or the program has opened none
+            os.unlink(f"/tmp/{environ['PORT']}")
 
 
 def _start(command: List[str]) -> subprocess.Popen:

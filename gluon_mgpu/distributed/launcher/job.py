@@ -47,6 +47,8 @@ class Job:
         How long machines wait for each other at the start.
     restart : int
         Restarts of the job so far.
+    accept_optimizers : bool
+        Whether servers unpickle the optimizers that workers send.
 
     Raises
     ------
@@ -70,6 +72,7 @@ class Job:
     grace_s: float = 120.0
     join_s: float = 300.0
     restart: int = 0
+    accept_optimizers: bool = False
 
     def __post_init__(self) -> None:
         nodes, count, needed = self.num_nodes, self.num_processes, self.gpus_per_process * self.num_processes

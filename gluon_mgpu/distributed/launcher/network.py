@@ -1,11 +1,13 @@
-"""IPv4 addresses of this machine and of node 0, and free ports."""
+"""IPv4 addresses of this machine and of node 0, free ports, and free names of Unix sockets."""
 
 from __future__ import annotations
 
 import fcntl
+import os
+import secrets
 import socket
 import struct
-from typing import Tuple
+from typing import List, Tuple
 
 from ...checks import short
 from ..process import LaunchError
@@ -107,6 +109,27 @@ def reserve_port(host: str) -> socket.socket:
         what = f"got {host}: {error.strerror}; expected an address of this machine. Pass another --interface"
         raise LaunchError(f"launch: {what}.") from None
     return held
+
+
+def unused_numbers(count: int) -> List[int]:
+    """Return numbers for Unix sockets `/tmp/NUMBER`: no such file exists, and no other user can guess and take one.
+
+    Raises
+    ------
+    LaunchError
+        This user cannot write to `/tmp`.
+
+    Examples
+    --------
+    >>> len(set(unused_numbers(3)))
+    3
+    """
+    if not os.access("/tmp", os.W_OK | os.X_OK):
+        raise LaunchError("launch: got /tmp, which cannot be written; expected a folder for sockets. Make it writable.")
+    while True:
+        numbers = secrets.SystemRandom().sample(range(10**9, 2**31), count)
+        if not any(os.path.lexists(f"/tmp/{number}") for number in numbers):
+            return numbers
 
 
 def _address(interface: str) -> str:

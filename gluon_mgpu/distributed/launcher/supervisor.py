@@ -125,9 +125,9 @@ class Supervisor:
                 port = job.master[1] + restart * (job.num_nodes + 2)  # late messages of an earlier attempt do not reach it
             else:
                 port = stack.enter_context(reserve_port(self._host)).getsockname()[1]
+            self._started = []
+            wanted = tasks(job, self._host, (self._root, port))
             try:
-                self._started = []
-                wanted = tasks(job, self._host, (self._root, port))
                 first = next(at for at, task in enumerate(wanted) if task.name not in WATCHES)
                 failure = self._run(wanted[:first], self._have_all_joined) if first else None
                 failure = failure or self._run(wanted[first:], self._have_all_ended)
@@ -140,6 +140,8 @@ class Supervisor:
             finally:  # leave nothing running, whatever happened
                 guard.kill_descendants()
                 self._poll()
+                for task in wanted:
+                    guard.remove_socket(task.environ)  # those of guards that were killed
 
     def _next(self) -> Job:
         """Return the job of the next attempt: with one process fewer if the same one has failed twice in a row."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Dict, List, Mapping, NamedTuple, Tuple
+from typing import Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 from ...runtime.openmp_threads import num_cores
 from ..process import ALONE, HOROVODS
 from .job import Job
-from .network import interface_of
+from .network import interface_of, unused_numbers
 
 _SERVER = (sys.executable, "-m", "gluon_mgpu.distributed.launcher.server")
 _RENDEZVOUS = (sys.executable, "-m", "gluon_mgpu.distributed.launcher.rendezvous")
@@ -59,12 +59,24 @@ def tasks(job: Job, host: str, root: Tuple[str, int]) -> List[Task]:
         base.update({f"HOROVOD_GLOO_{name}": value for name, value in gloo.items() if value})
     elif job.num_servers:
         base.update(_store_environ(root, job.num_nodes * job.num_processes, job.num_servers), DMLC_NODE_HOST=host)
+        command = (*_SERVER, "--accept-optimizers") if job.accept_optimizers else _SERVER
         if not job.node_rank:
-            serving.append(Task("scheduler", _SERVER, {**base, "DMLC_ROLE": "scheduler"}))
+            serving.append(Task("scheduler", command, {**base, "DMLC_ROLE": "scheduler"}))
         for number in range(job.node_rank, job.num_servers, job.num_nodes):
-            serving.append(Task(f"server {number}", _SERVER, {**base, "DMLC_ROLE": "server"}))
+            serving.append(Task(f"server {number}", command, {**base, "DMLC_ROLE": "server"}))
         base["DMLC_ROLE"] = "worker"
-    return serving + [_worker(job, slot, base) for slot in range(job.num_processes)]
+    found = serving + [_worker(job, slot, base) for slot in range(job.num_processes)]
+    return _with_unix_sockets(found) if job.num_servers and job.num_nodes == 1 else found
+
+
+def _with_unix_sockets(found: Sequence[Task]) -> List[Task]:
+    """Let ps-lite use Unix sockets, `/tmp/NUMBER`, instead of ports, to which every user of the machine can connect.
+
+    `PORT` is the number of each process. The scheduler, the first one, takes it from the root.
+    """
+    numbers = unused_numbers(len(found))
+    ours = {"DMLC_LOCAL": "1", "DMLC_PS_ROOT_PORT": str(numbers[0])}
+    return [task._replace(environ={**task.environ, **ours, "PORT": str(number)}) for task, number in zip(found, numbers)]
 
 
 def _watches(job: Job, host: str, root: Tuple[str, int], base: Mapping[str, str]) -> List[Task]:

@@ -538,11 +538,14 @@ def test_programs(tmp_path, monkeypatch):
     if command:
         assert program_command(["gluon-mgpu", "devices"]) == (*worker, command, "devices")
     assert program_command(["sh", "-c", "true"]) == (shutil.which("sh"), "-c", "true")
-    for wrong in ["missing.py", "no-such-program-at-all"]:
-        with pytest.raises(LaunchError) as raised:
-            program_command([wrong])
+    (tmp_path / "text").touch()
+    (tmp_path / "folder.py").mkdir()
+    missing, folder, text = "which does not exist", "a folder", "a file that cannot be executed"
+    wrong = {"missing.py": missing, "no-such-program": missing, "folder.py": folder, "./folder.py": folder, "./text": text}
+    for name, told in wrong.items():
+        with pytest.raises(LaunchError, match=f"got '{name}', {told}; expected") as raised:
+            program_command([name])
         assert_house_style(raised.value)
-        assert wrong in str(raised.value)
 
 
 def test_a_program_that_cannot_be_run(run, tmp_path):

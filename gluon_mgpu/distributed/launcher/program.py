@@ -37,9 +37,10 @@ def program_command(program: Sequence[str], *, module: bool = False) -> Tuple[st
     ours = Path(sys.executable).parent
     found = shutil.which(first) or shutil.which(first, path=str(ours))
     if found is None or first.endswith(".py"):
+        what = "a file that cannot be executed" if os.path.isfile(first) else "which does not exist"
         raise LaunchError(
-            f"launch: got {first!r}; expected a script that ends in .py, or a program on the PATH. Check the path, which starts "
-            f"from {os.getcwd()}, or pass -m to run a module."
+            f"launch: got {first!r}, {'a folder' if os.path.isdir(first) else what}; expected a script that ends in .py, or a "
+            f"program on the PATH. Check the path, which starts from {os.getcwd()}, or pass -m to run a module."
         )
     if Path(found).absolute().parent != ours:
         return (found, *arguments)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -583,6 +584,8 @@ def test_a_master_that_no_other_machine_reaches_is_an_error(monkeypatch, named, 
         {"min_processes": 2},
         {"interface": "no-such-interface.invalid"},
         {"interface": "192.0.2.1"},
+        {"num_nodes": 2, "node_rank": 1, "master": ("127.0.0.1", 9000), "interface": "192.0.2.1"},
+        {"num_nodes": 2, "master": ("127.0.0.1", 65535)},  # and the next one
     ],
 )
 def test_wrong_jobs(wrong, tmp_path):
@@ -590,3 +593,31 @@ def test_wrong_jobs(wrong, tmp_path):
         run_job(Job(**{"program": ("true",), "log_dir": tmp_path / "logs", **wrong}))
     assert_house_style(raised.value)
     assert not (tmp_path / "logs").exists()
+
+
+def test_a_limit_of_open_files(monkeypatch, tmp_path):
+    """It said: launch: got an output (Too many open files)."""
+    job = Job(("true",), 8, servers=0, log_dir=tmp_path / "logs")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (40, 4096))
+    with pytest.raises(LaunchError, match="a limit of 40 open files for 8 processes.*ulimit -n") as raised:
+        run_job(job)
+    assert_house_style(raised.value)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+    assert run_job(job) == 0
+
+
+@pytest.mark.parametrize(
+    "error", [BlockingIOError(11, "Resource temporarily unavailable"), RuntimeError("can't start new thread")]
+)
+def test_a_limit_of_processes(monkeypatch, tmp_path, error):
+    started = []
+
+    def start(*arguments):
+        started.append(arguments)
+        raise error
+
+    monkeypatch.setattr("gluon_mgpu.distributed.launcher.supervisor.Started", start)
+    with pytest.raises(LaunchError, match="after 0 of 2; expected .* ulimit -u") as raised:
+        run_job(Job(("true",), 2, servers=0, log_dir=tmp_path))
+    assert_house_style(raised.value)
+    assert len(started) == 1

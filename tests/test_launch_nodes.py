@@ -12,10 +12,12 @@ import uuid
 
 import numpy as np
 import pytest
+from gluon_mgpu.distributed import LaunchError
 from gluon_mgpu.distributed.launcher import guard
 from gluon_mgpu.distributed.launcher.job import Job
 from gluon_mgpu.distributed.launcher.supervisor import run_job
 
+from .conftest import assert_house_style
 from .test_launch import LAUNCHER, PYTHON, mark, marked, quiet_port, reap, until
 from .test_processes import BACKENDS
 
@@ -182,14 +184,21 @@ def test_machines_that_never_come(tmp_path, hosts, capfd):
     for node_rank in range(2):
         assert run_job(Job((*PYTHON, "-c", "input()"), node_rank=node_rank, servers=0, **options)) == 1
         told = capfd.readouterr().err
-        assert "got no connection of all 2 machines for 0 s; expected each to join" in told and "restart 1" not in told
+        expected = f"got no connection of all 2 machines for 0 s; expected each to join node 0 at 127.0.0.1:{hosts.port}."
+        assert expected in told and "restart 1" not in told
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_port_in_use_is_named(tmp_path, hosts, number):
+    """Node 0 printed a stack of MXNet, which does not name it."""
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(("127.0.0.1", hosts.port + 1))
+        taken.bind(("127.0.0.1", hosts.port + number))
         taken.listen()
-        options.update(join_s=60, max_restarts=0)
-        assert run_job(Job((*PYTHON, "-c", "input()"), node_rank=0, servers=0, **options)) == 1
-    assert "bind failed" in capfd.readouterr().err
+        with pytest.raises(LaunchError, match=f"got 127.0.0.1:{hosts.port + number} .Address already in use.;") as raised:
+            run_job(Job(("true",), num_nodes=2, master=("127.0.0.1", hosts.port), log_dir=tmp_path / "logs"))
+    assert_house_style(raised.value)
+    assert not (tmp_path / "logs").exists()
 
 
 def ip(*words):

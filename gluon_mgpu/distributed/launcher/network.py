@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -94,20 +95,27 @@ def _address_towards(address: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def reserve_port(host: str) -> socket.socket:
-    """Return a socket that holds a free port of an address until it is closed.
+def reserve_port(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that holds a port of an address until it is closed: this one, or for 0 a free one.
 
     The socket does not listen. So ps-lite, which shares its port with sockets that do not listen, can bind to the port, and the
     kernel gives the port to no other process.
+
+    Raises
+    ------
+    LaunchError
+        The port is in use, or this machine does not have the address.
     """
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        held.bind((host, 0))
-    except OSError as error:
+        held.bind((host, port))
+    except (OSError, OverflowError) as error:  # OverflowError: above 65535
         held.close()
-        what = f"got {host}: {error.strerror}; expected an address of this machine. Pass another --interface"
-        raise LaunchError(f"launch: {what}.") from None
+        where, expected = f"{host}:{port}" if port else host, "an address of this machine. Pass another --interface."
+        if getattr(error, "errno", 0) != errno.EADDRNOTAVAIL:
+            expected = "the port of --master and the next one to be free. Pass another on all machines; see ss -ltnp."
+        raise LaunchError(f"launch: got {where} ({getattr(error, 'strerror', error)}); expected {expected}") from None
     return held
 
 

@@ -8,6 +8,7 @@ machines join ──► start ──► poll, poll, poll ──► all workers o
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
@@ -30,8 +31,8 @@ from .started import Failure, Started
 from .tasks import MACHINES, WATCHES, Task, tasks
 
 _NOT_JOINED = (
-    "got no connection of all {} machines for {:.0f} s; expected each to join. Start the same command on each, with its "
-    "--node-rank, and check that node 0 can be reached."
+    "got no connection of all {} machines for {:.0f} s; expected each to join node 0 at {}:{}. Start the same command on each, "
+    "with its --node-rank. Check that node 0 can be reached, and that its output reports no port in use."
 )
 _ROUND_S = 0.1  # the end of an output ends the wait earlier
 _FAILED_S = 1.0  # for the other workers to end after a failure: they have nothing to save together
@@ -123,10 +124,13 @@ class Supervisor:
         with ExitStack() as stack:
             if job.master:
                 port = job.master[1] + restart * (job.num_nodes + 2)  # late messages of an earlier attempt do not reach it
+                for own in (0,) if job.node_rank else (port, port + 1):
+                    stack.enter_context(reserve_port(self._host, own))
             else:
                 port = stack.enter_context(reserve_port(self._host)).getsockname()[1]
             self._started = []
             wanted = tasks(job, self._host, (self._root, port))
+            _check_limit(len(wanted))
             try:
                 first = next(at for at, task in enumerate(wanted) if task.name not in WATCHES)
                 failure = self._run(wanted[:first], self._have_all_joined) if first else None
@@ -154,9 +158,14 @@ class Supervisor:
     def _run(self, wanted: Sequence[Task], is_done: Callable[[], bool]) -> Optional[Failure]:
         """Start processes, and poll all until something is done; return the first failure."""
         job, began, is_told = self._job, time.monotonic(), False
-        for task in wanted:
-            if not self._signals.new:  # many processes take long to start
+        for number, task in enumerate(wanted):
+            if self._signals.new:  # many processes take long to start
+                break
+            try:
                 self._started.append(Started(task, self._output.log(task.name, job.restart), self._woken))
+            except (BlockingIOError, RuntimeError) as error:  # no process, or no thread to read its output
+                what = f"got a limit of processes ({error}) after {number} of {len(wanted)}; expected one that allows all"
+                raise LaunchError(f"launch: {what}. Raise it with ulimit -u, or pass a smaller -n.") from None
         while not self._signals.new:
             self._poll()
             if any(one.status for one in self._started):
@@ -176,7 +185,7 @@ class Supervisor:
                 )
             patience_s = min(job.join_s, _RETURN_S) if job.restart else job.join_s
             if is_done == self._have_all_joined and time.monotonic() - began > patience_s:
-                return Failure(_NOT_JOINED.format(job.num_nodes, patience_s), 1, can_restart=False)
+                return Failure(_NOT_JOINED.format(job.num_nodes, patience_s, *(job.master or ())), 1, can_restart=False)
         return Failure("got a signal", 1)
 
     def _have_all_joined(self) -> bool:
@@ -225,6 +234,14 @@ class Supervisor:
         self._woken.clear()
         for one in self._started:
             one.poll()
+
+
+def _check_limit(count: int) -> None:
+    """Raise if this process may not open the files of so many others: for each one a log and three pipes."""
+    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 4 * count + len(os.listdir("/proc/self/fd")) + 6
+    if 0 <= limit < needed:
+        what = f"got a limit of {limit} open files for {count} processes, servers included; expected {needed} at least"
+        raise LaunchError(f"launch: {what}. Raise it with ulimit -n {needed}, or pass a smaller -n.")
 
 
 def run_job(job: Job) -> int:

@@ -126,7 +126,7 @@ def reap(launchers):
 
 TELL = """
 import json, os, sys
-names = [name for name in os.environ if name.startswith(("GLUON_MGPU_", "DMLC_")) and "MARK" not in name]
+names = [name for name in os.environ if name.startswith(("GLUON_MGPU_", "DMLC_")) and not name.endswith(("MARK", "COLLECTIVES"))]
 print(json.dumps({**{name: os.environ[name] for name in names}, "arguments": sys.argv[1:]}))
 """
 
@@ -381,6 +381,22 @@ def test_who_ends_well_while_others_run_on_is_named(run, monkeypatch):
     monkeypatch.setattr("gluon_mgpu.distributed.launcher.supervisor._LONG_S", 0.3)
     assert run("import os, time\ntime.sleep(2 if os.environ['GLUON_MGPU_RANK'] == '0' else 0)") == 0
     assert run.err.count("rank 1 ended with status 0 0 s ago, and others run on") == 1
+
+
+@pytest.mark.parametrize("others_calls, code", [(3, 0), (4, 1)])
+def test_who_waits_for_one_that_has_ended_ends_the_job(run, others_calls, code):
+    """Workers count their collective calls: one has begun a fourth, which the other one never will."""
+    program = f"""
+import os, time
+rank = int(os.environ["GLUON_MGPU_RANK"])
+with open(os.environ["GLUON_MGPU_COLLECTIVES"], "r+b") as file:
+    file.seek(8 * rank)
+    file.write((3 if rank else {others_calls}).to_bytes(8, "little"))
+time.sleep(1 if not rank else 0)
+"""
+    assert run(program, max_restarts=2) == code
+    assert ("rank 0 waits for rank 1, which has ended with status 0. Give every process the same" in run.err) is bool(code)
+    assert "restart 1" not in run.err
 
 
 def test_output_comes_whole(run):

@@ -19,16 +19,7 @@ from ..distributed.launcher.server import num_gpus
 from ..distributed.launcher.supervisor import run_job
 from ._options import FOLDER, Whole, count, positive
 
-_OF_JOB = (
-    "num_processes",
-    "servers",
-    "backend",
-    "interface",
-    "log_dir",
-    "max_restarts",
-    "restart",
-    "accept_optimizers",
-)  # named as there
+_OF_JOB = ("num_processes", "servers", "backend", "interface", "log_dir", "max_restarts", "restart")  # named as there
 _NOT_WITH_RAY = ("node_rank", "master", "interface", "min_processes")  # Ray places the machines
 
 
@@ -124,6 +115,7 @@ def launch(program: Tuple[str, ...], **options: Any) -> None:
         min_processes=options["min_processes"] or 0,
         grace_s=options["grace"],
         join_s=options["join_timeout"],
+        accept_optimizers=options["accept_optimizers"],
         **{name: options[name] for name in _OF_JOB},
     )
     sys.exit(run_job(job))

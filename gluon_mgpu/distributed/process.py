@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Dict, Mapping, Optional
 
 PREFIX = "GLUON_MGPU_"
+COLLECTIVES = f"{PREFIX}COLLECTIVES"  # names the file in which the processes of a machine count their collective calls
 REQUEUE = 85  # the exit code after SIGUSR1: saved, start the same command again. sysexits.h and shells use no code near it
 
 

@@ -14,10 +14,12 @@ import socket
 import sys
 import threading
 import time
+from array import array
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import FrameType
 from typing import Callable, Dict, List, Optional, Sequence
 
@@ -33,6 +35,10 @@ from .tasks import MACHINES, WATCHES, Task, tasks
 _NOT_JOINED = (
     "got no connection of all {} machines for {:.0f} s; expected each to join node 0 at {}:{}. Start the same command on each, "
     "with its --node-rank. Check that node 0 can be reached, and that its output reports no port in use."
+)
+_EQUAL = (
+    "Give every process the same number of steps, evaluations and saves: let a ShardedSampler divide the data, or pass "
+    "mgpu.data.JoinedBatches(train_iter)."
 )
 _ROUND_S = 0.1  # the end of an output ends the wait earlier
 _FAILED_S = 1.0  # for the other workers to end after a failure: they have nothing to save together
@@ -129,7 +135,9 @@ class Supervisor:
             else:
                 port = stack.enter_context(reserve_port(self._host)).getsockname()[1]
             self._started = []
-            wanted = tasks(job, self._host, (self._root, port))
+            self._counts = stack.enter_context(NamedTemporaryFile(prefix="gluon_mgpu-"))
+            self._counts.truncate(8 * job.num_processes)  # int64, see `Group`
+            wanted = tasks(job, self._host, (self._root, port), self._counts.name)
             _check_limit(len(wanted))
             try:
                 first = next(at for at, task in enumerate(wanted) if task.name not in WATCHES)
@@ -177,16 +185,31 @@ class Supervisor:
             if is_done():
                 return None
             ended = [one for one in self._started if one.task.slot >= 0 and one.gone]
+            waiting = self._waiting_for(ended)
+            if waiting:
+                cause = (
+                    f"rank {waiting[0].task.name} waits for rank {ended[0].task.name}, which has ended with status 0. {_EQUAL}"
+                )
+                return Failure(cause, 1, can_restart=False)
             if self._workers_left() and ended and not is_told and time.monotonic() - ended[0].ended_at > _LONG_S:
                 is_told = True
                 self._output.report(
-                    f"rank {ended[0].task.name} ended with status 0 {_LONG_S:.0f} s ago, and others run on. If they wait for it, "
-                    "give every process the same number of steps, evaluations and saves. Watchdog(end_process=True) ends them."
+                    f"rank {ended[0].task.name} ended with status 0 {_LONG_S:.0f} s ago, and others run on. {_EQUAL} "
+                    "Watchdog(end_process=True) ends processes that wait."
                 )
             patience_s = min(job.join_s, _RETURN_S) if job.restart else job.join_s
             if is_done == self._have_all_joined and time.monotonic() - began > patience_s:
                 return Failure(_NOT_JOINED.format(job.num_nodes, patience_s, *(job.master or ())), 1, can_restart=False)
         return Failure("got a signal", 1)
+
+    def _waiting_for(self, ended: Sequence[Started]) -> List[Started]:
+        """Return the workers that have begun a collective call which these, who have ended well, never will."""
+        if not ended:
+            return []
+        self._counts.seek(0)
+        counts = array("q", self._counts.read())
+        fewest = min(counts[one.task.slot] for one in ended)
+        return [one for one in self._workers_left() if counts[one.task.slot] > fewest]
 
     def _have_all_joined(self) -> bool:
         return JOINED in self._started[-1].log.path.read_text("utf-8", "replace")

@@ -7,7 +7,7 @@ import sys
 from typing import Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 from ...runtime.openmp_threads import num_cores
-from ..process import ALONE, HOROVODS
+from ..process import ALONE, COLLECTIVES, HOROVODS
 from .job import Job
 from .network import interface_of, unused_numbers
 
@@ -37,7 +37,7 @@ class Task(NamedTuple):
     slot: int = -1
 
 
-def tasks(job: Job, host: str, root: Tuple[str, int]) -> List[Task]:
+def tasks(job: Job, host: str, root: Tuple[str, int], counts: str = "") -> List[Task]:
     """Return the processes of this machine: on node 0 the scheduler or Horovod's rendezvous, then servers, then workers.
 
     Parameters
@@ -47,9 +47,12 @@ def tasks(job: Job, host: str, root: Tuple[str, int]) -> List[Task]:
         The address at which the other machines reach this one.
     root : tuple of (str, int)
         The address and the port of the scheduler or the rendezvous. The next ones are those of the heartbeats.
+    counts : path, optional
+        The file in which the workers count their collective calls.
     """
     own = {*ALONE.variables(), "HOROVOD_RANK"}  # those of a launcher around this one
     base = {name: value for name, value in os.environ.items() if not name.startswith("DMLC_") and name not in own}
+    base[COLLECTIVES] = counts
     serving = _watches(job, host, (root[0], root[1] + 1), base) if job.num_nodes > 1 else []
     if job.backend == "horovod" and job.num_nodes * job.num_processes > 1:
         if not job.node_rank:

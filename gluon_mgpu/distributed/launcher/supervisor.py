@@ -185,12 +185,9 @@ class Supervisor:
             if is_done():
                 return None
             ended = [one for one in self._started if one.task.slot >= 0 and one.gone]
-            waiting = self._waiting_for(ended)
-            if waiting:
-                cause = (
-                    f"rank {waiting[0].task.name} waits for rank {ended[0].task.name}, which has ended with status 0. {_EQUAL}"
-                )
-                return Failure(cause, 1, can_restart=False)
+            waits = self._first_waiting(ended)
+            if waits:
+                return Failure(f"{waits}, which has ended with status 0. {_EQUAL}", 1, can_restart=False)
             if self._workers_left() and ended and not is_told and time.monotonic() - ended[0].ended_at > _LONG_S:
                 is_told = True
                 self._output.report(
@@ -202,14 +199,15 @@ class Supervisor:
                 return Failure(_NOT_JOINED.format(job.num_nodes, patience_s, *(job.master or ())), 1, can_restart=False)
         return Failure("got a signal", 1)
 
-    def _waiting_for(self, ended: Sequence[Started]) -> List[Started]:
-        """Return the workers that have begun a collective call which these, who have ended well, never will."""
+    def _first_waiting(self, ended: Sequence[Started]) -> str:
+        """Return which worker has begun a collective call that one of these, who have ended well, never will; "" if none has."""
         if not ended:
-            return []
+            return ""
         self._counts.seek(0)
         counts = array("q", self._counts.read())
-        fewest = min(counts[one.task.slot] for one in ended)
-        return [one for one in self._workers_left() if counts[one.task.slot] > fewest]
+        first = min(ended, key=lambda one: counts[one.task.slot])
+        waiting = [one for one in self._workers_left() if counts[one.task.slot] > counts[first.task.slot]]
+        return f"rank {waiting[0].task.name} waits for rank {first.task.name}" if waiting else ""
 
     def _have_all_joined(self) -> bool:
         return JOINED in self._started[-1].log.path.read_text("utf-8", "replace")

@@ -25,6 +25,10 @@ rooms              data            data sets, loaders, sentence pairs
 docs/index.md lists all guides.
 """
 
+from . import interrupts
+
+interrupts.begin_imports()  # NumPy takes long
+
 from lazy_loader import attach_stub
 
 from .runtime import environment
@@ -33,3 +37,5 @@ from .version import __version__ as __version__
 environment.prepare()
 
 __getattr__, __dir__, __all__ = attach_stub(__name__, __file__)
+
+interrupts.end_imports(of_command=False)

@@ -15,7 +15,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from gluon_mgpu.cli import _interrupts, main
+from gluon_mgpu.cli import main
 from gluon_mgpu.cli._options import best_of
 from gluon_mgpu.cli._output import print_table
 from gluon_mgpu.cli.main import CommandGroup
@@ -319,14 +319,20 @@ def test_predict_knows_the_classes_of_the_network(data_dir, tmp_path, num_classe
     assert ("got the label 1" if num_classes == 1 else "of 8 classes as labelled") in result.output
 
 
-def test_an_assignment_that_ctrl_c_interrupts_ends_the_command_with_130(monkeypatch):
-    def assigned(*args, **options):
-        try:
-            raise KeyboardInterrupt
-        except BaseException as error:
-            raise TypeError("does not support assignment") from error  # as MXNet's NDArray does
+@pytest.mark.parametrize("kind", [TypeError, ImportError])
+def test_another_error_after_ctrl_c_ends_the_command_with_130(monkeypatch, kind):
+    """MXNet's assignments raise a TypeError instead, and NumPy's import an ImportError of another."""
 
-    monkeypatch.setattr("gluon_mgpu.cli.explain.explain_message", assigned)
+    def interrupted(*args, **options):
+        try:
+            try:
+                raise KeyboardInterrupt
+            except BaseException as error:
+                raise kind("does not support assignment") from error
+        except kind as error:
+            raise kind("another") from error
+
+    monkeypatch.setattr("gluon_mgpu.cli.explain.explain_message", interrupted)
     result = invoke("explain", "word")
     assert (result.exit_code, result.output) == (130, "\nInterrupted.\n")
 
@@ -451,17 +457,36 @@ def test_tables_show_devices_as_text(capsys):
     assert capsys.readouterr().out.count("gpu:free*2") == 2
 
 
-def test_a_ctrl_c_that_an_import_has_lost_ends_the_command(monkeypatch):
-    monkeypatch.setattr(_interrupts, "_came", [])
-    former = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with _interrupts.noting_interrupts():
-            _interrupts.raise_lost()  # there was none
-        with _interrupts.noting_interrupts():
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-            with pytest.raises(KeyboardInterrupt):
-                _interrupts.raise_lost()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, former)
+SIGNALLED = """
+import os
+class Lost:
+    def __del__(self):  # which loses an exception
+        os.kill(os.getpid(), int(os.environ["SIGNUM"]))
+        self.number = 1
+Lost()
+raise ImportError("not ended")
+"""
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("module", ["numpy", "click", "mxnet"])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("way", ["script", "module"])
+def test_a_signal_while_modules_are_imported(tmp_path, module, signum, way):
+    """It printed the traceback of an import."""
+    (tmp_path / f"{module}.py").write_text(SIGNALLED)
+    (tmp_path / "gluon-mgpu").write_text("from gluon_mgpu.cli.main import run\nrun()")
+    command = [sys.executable, *([str(tmp_path / "gluon-mgpu")] if way == "script" else ["-m", "gluon_mgpu"])]
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "SIGNUM": str(int(signum))}
+    done = subprocess.run([*command, "predict", "resnet18"], env=environ, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (128 + signum, "\nInterrupted.\n")
+
+
+def test_a_package_that_imports_this_one_keeps_its_signals(tmp_path):
+    """While `python -m` imports it, its first argument is that of `python -m gluon_mgpu`."""
+    (tmp_path / "tool").mkdir()
+    (tmp_path / "tool" / "__init__.py").write_text("import sys, gluon_mgpu\nassert sys.argv[0] == '-m'")
+    (tmp_path / "tool" / "__main__.py").write_text("import signal\nprint(*map(signal.getsignal, (2, 15)))")
+    command = [sys.executable, "-m", "tool"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.stdout == f"{signal.default_int_handler} {signal.SIG_DFL}\n", done.stderr

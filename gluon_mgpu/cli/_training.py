@@ -25,7 +25,6 @@ from ..runtime.loaded import mxnet as mx
 from ..runtime.units import format_bytes
 from ..trainer.precision import set_precision
 from ..trainer.trainer import Trainer
-from ._interrupts import raise_lost
 from ._output import print_once
 
 
@@ -67,7 +66,6 @@ def create_trainer(
 
 def run_fit(*arguments: Any, options: SimpleNamespace, **more: Any) -> History:
     """Call `fit` and return the history; an interruption names the folder of the checkpoints."""
-    raise_lost()  # of the time before
     try:
         more.update(limit_batches=options.limit_batches, limit_eval_batches=options.limit_batches)
         history = fit(*arguments, epochs=options.epochs, resume=options.resume, **more)

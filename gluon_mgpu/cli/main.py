@@ -10,9 +10,8 @@ from typing import Any, List, Optional
 
 import click
 
-from .. import errors
+from .. import errors, interrupts
 from ..version import __version__
-from ._interrupts import noting_interrupts
 
 _COMMANDS = {  # modules that hold a function of this name, and the first line of its help
     "agree": "Check that several devices train like one.",
@@ -34,6 +33,7 @@ class CommandGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            interrupts.end_imports()
             return super().invoke(ctx)
         except BrokenPipeError:  # no process reads the output any more: see `run`
             raise
@@ -45,7 +45,7 @@ class CommandGroup(click.Group):
                 click.echo(f"{end.title}. {end}", err=True)
             raise
         except Exception as error:
-            if isinstance(error, TypeError) and isinstance(error.__context__, KeyboardInterrupt):  # MXNet's assignments
+            if _is_interrupt(error):
                 click.echo("\nInterrupted.", err=True)
                 sys.exit(130)
             is_ours = type(error).__module__.startswith("gluon_mgpu.")
@@ -75,6 +75,11 @@ class _Main(CommandGroup):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))
+
+
+def _is_interrupt(error: Optional[BaseException]) -> bool:
+    """Return whether a Ctrl-C has led to this error, as in MXNet's assignments, and in modules that were being imported."""
+    return isinstance(error, KeyboardInterrupt) or (error is not None and _is_interrupt(error.__context__))
 
 
 def _hint(error: BaseException) -> str:
@@ -112,8 +117,7 @@ def run() -> None:
     has_failed = False
     try:
         try:
-            with noting_interrupts():
-                main(prog_name="gluon-mgpu")
+            main(prog_name="gluon-mgpu")
         except SystemExit as end:
             has_failed = bool(end.code)
             raise

@@ -7,6 +7,7 @@ import importlib.util
 import warnings
 from types import ModuleType
 
+from .. import interrupts
 from ..errors import MissingExtraError
 from . import mxnet2
 from .wait_at_exit import wait_at_exit
@@ -35,6 +36,7 @@ def load_mxnet() -> ModuleType:
             "Run pip install 'numpy<2'."
         )
     try:
+        interrupts.begin_imports()
         with warnings.catch_warnings():  # of names in NumPy, which PYTHONWARNINGS=error makes errors
             warnings.simplefilter("ignore", DeprecationWarning)
             mxnet = importlib.import_module("mxnet")
@@ -52,6 +54,8 @@ def load_mxnet() -> ModuleType:
             f"import gluon_mgpu: got {error}, from a package that does not fit numpy {numpy.__version__}; expected one for NumPy "
             "1, such as SciPy before 1.16. Run pip install 'scipy<1.16'."
         ) from error
+    finally:
+        interrupts.end_imports()
     if mxnet.__version__.startswith("2."):
         mxnet2.adapt(mxnet)
     elif not mxnet.__version__.startswith(("1.8.", "1.9.")):

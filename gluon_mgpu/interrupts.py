@@ -1,12 +1,11 @@
-"""Ctrl-C and SIGTERM end a command at once while it imports modules: an import may lose an exception, or turn it into another."""
+"""Ctrl-C and SIGTERM end a command at once while it imports modules: an import may lose an exception, or turn it into another.
 
-from __future__ import annotations
+It imports little itself, because it comes first.
+"""
 
 import os
 import signal
 import sys
-from contextlib import suppress
-from typing import Any
 
 _DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 _MAIN = os.path.join(os.path.dirname(__file__), "__main__.py")
@@ -31,13 +30,16 @@ def _first() -> str:
     return (getattr(sys, "argv", None) or [""])[0]
 
 
-def _replace(signum: int, handler: Any, other: Any) -> None:
+def _replace(signum: int, handler: object, other: object) -> None:
     if signal.getsignal(signum) is handler:
-        with suppress(ValueError):  # not in the main thread
-            signal.signal(signum, other)
+        try:  # noqa: SIM105  (contextlib takes longer than this module)
+            signal.signal(signum, other)  # type: ignore[arg-type]
+        except ValueError:  # not in the main thread
+            pass
 
 
-def _end(signum: int, _frame: Any) -> None:
-    with suppress(OSError):  # no standard error
+def _end(signum: int, _frame: object) -> None:
+    try:
         os.write(2, b"\nInterrupted.\n")
-    os._exit(128 + signum)
+    finally:  # also without standard error
+        os._exit(128 + signum)

@@ -522,6 +522,18 @@ def test_a_worker_that_has_failed_waits_for_nothing(end, code, errors, tmp_path)
     assert done.stderr.strip().splitlines()[-1:] == ([errors] if errors else [])
 
 
+@pytest.mark.parametrize(("signum", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_while_a_worker_starts(run, monkeypatch, signum, code):
+    """Python printed the traceback of an import, and the job failed with status 1."""
+    (run.folder / "sitecustomize.py").write_text(
+        f"import os, signal\nif 'GLUON_MGPU_RANK' in os.environ:\n    os.kill(os.getpid(), signal.{signum})\n    number = 1\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(run.folder))
+    monkeypatch.setattr(sys.modules[__name__], "PYTHON", program_command(["timeit"], module=True)[:3])
+    assert run("print('ran')", num_processes=1) == code
+    assert run.log(0) == ""
+
+
 def test_a_worker_runs_a_program_as_python_does(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sub").mkdir()

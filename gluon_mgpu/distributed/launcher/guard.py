@@ -26,6 +26,7 @@ from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Set
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
 _SIGNALS = PASSED_ON | {signal.SIGCHLD, signal.SIGCONT}
+_WORKER = "gluon_mgpu.distributed.launcher.worker"
 
 
 class Stat(NamedTuple):
@@ -110,14 +111,14 @@ def remove_socket(environ: Mapping[str, str]) -> None:
 
 
 def _start(command: List[str]) -> subprocess.Popen:
-    """Start the program in a new session."""
-    guard = os.getpid()
+    """Start the program in a new session. A worker of ours unblocks the signals itself, when it can end without a traceback."""
+    guard, held = os.getpid(), PASSED_ON if _WORKER in command else set()
 
     def prepare() -> None:
         die_with_parent(signal.SIGKILL, guard)
         for signum in PASSED_ON:  # a shell's & ignores some of them
             signal.signal(signum, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS - held)
 
     return subprocess.Popen(command, preexec_fn=prepare, start_new_session=True)
 

@@ -18,11 +18,13 @@ import atexit
 import gc
 import os
 import runpy
+import signal
 import sys
 from contextlib import suppress
 from typing import Any, Dict, List, NoReturn
 
 from ...runtime.wait_at_exit import finish
+from .guard import PASSED_ON
 
 _program: Dict[str, Any] = {}  # its variables, kept: freeing a store waits for the other workers
 _pid = os.getpid()
@@ -31,6 +33,10 @@ _OURS = (__file__, runpy.__file__, "<frozen runpy>")  # the frames around the pr
 
 def main(arguments: List[str]) -> None:
     """Run a script, or a module after `-m`, with its arguments."""
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    except KeyboardInterrupt:  # while Python started
+        _end_now(130)
     try:
         _program.update(_run(arguments))
     except SystemExit as end:

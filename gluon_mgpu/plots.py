@@ -31,7 +31,7 @@ def figure(width: float = 10, height: float = 4) -> Any:
 def save(made: Any, path: Union[str, Path]) -> None:
     """Write a figure as a PNG with 120 dots per inch, which replaces the file once it is complete."""
     path = Path(path)
-    with new_file(path if path.suffix else path.with_suffix(".png")) as new:
+    with new_file(path if path.suffix else path.with_suffix(".png"), follow=False) as new:
         made.savefig(str(new), dpi=120)
 
 

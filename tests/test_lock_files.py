@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import subprocess
 import sys
 import threading
@@ -45,11 +46,12 @@ def test_a_second_run_is_refused_and_the_first_one_named(tmp_path, holder, resum
     assert names(tmp_path) == ["best", "last"]
 
 
-def test_a_lock_file_that_is_a_link_is_refused(tmp_path):
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_lock_file_that_is_a_link_is_refused(tmp_path, link):
     precious = tmp_path / "precious"
     precious.write_text("kept")
-    (tmp_path / LOCK).symlink_to(precious)
-    with pytest.raises(OSError):
+    link(precious, tmp_path / LOCK)
+    with pytest.raises(OSError, match="Is a link"):
         Checkpoint(tmp_path).hold()
     assert precious.read_text() == "kept"
 

@@ -42,7 +42,7 @@ def _is_number(cell: str) -> bool:
 def write_results(folder: Path, name: str, results: Any) -> None:
     """Write `name.json` into a folder, and print where it is."""
     folder.mkdir(parents=True, exist_ok=True)
-    with new_file(folder / f"{name}.json") as new:
+    with new_file(folder / f"{name}.json", follow=False) as new:
         new.write_text(json.dumps(results, indent=1), encoding="utf-8")
     print(f"saved {folder / name}.json")
 

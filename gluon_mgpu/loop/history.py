@@ -50,12 +50,12 @@ class History:
         folder = Path(folder)
         with explained("History.save", folder):
             folder.mkdir(parents=True, exist_ok=True)
-            with new_file(folder / "history.csv") as path, open(path, "w", newline="", encoding="utf-8") as file:
+            with new_file(folder / "history.csv", follow=False) as path, open(path, "w", newline="", encoding="utf-8") as file:
                 names = dict.fromkeys(name for row in self.rows for name in row)
                 writer = csv.DictWriter(file, list(names))
                 writer.writeheader()
                 writer.writerows(self.rows)
             content = {"stopped": self.stopped, "epochs": self.rows, "evaluations": self.evaluations}
-            with new_file(folder / "history.json") as path:
+            with new_file(folder / "history.json", follow=False) as path:
                 path.write_text(json.dumps(content, indent=1, default=float), encoding="utf-8")
             save(plot_history(self.rows), folder / "curves.png")

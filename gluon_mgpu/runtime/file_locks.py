@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,8 +48,10 @@ class FolderLock:
             The folder cannot be written to, or its lock file is a link.
         """
         try:
-            if self._path.is_symlink():  # filelock before 3.20.1, all that Python 3.9 has, would empty what it points to
-                raise OSError(errno.ELOOP, "Is a link", str(self._path))
+            with suppress(FileNotFoundError):  # filelock before 3.20.1, all that Python 3.9 has, empties what a link points to
+                status = os.lstat(self._path)
+                if stat.S_ISLNK(status.st_mode) or status.st_nlink != 1:
+                    raise OSError(errno.ELOOP, "Is a link", str(self._path))
             if not self._lock.is_locked:
                 self._lock.acquire(timeout=patience_s)
         except (OSError, RuntimeError) as error:

@@ -1,9 +1,14 @@
 """Altered files: what is well formed and wrong is refused by name, before network, trainer, data or random numbers change."""
 
+import copy
+import io
 import json
 import logging
+import os
 import random
 import shutil
+import struct
+import zipfile
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -13,6 +18,8 @@ from gluon_mgpu.data import ArrayLoader, build_vocabulary
 from gluon_mgpu.errors import DataError, StateError
 from mxnet import gluon, lr_scheduler
 from mxnet.gluon import nn
+
+from .test_checkpoint import forge
 
 CTX = [mx.cpu(0), mx.cpu(1)]
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -124,6 +131,116 @@ def test_an_altered_manifest_is_refused(saved, run, tmp_path, value):
     assert_refused(run, lambda: mgpu.load_checkpoint(folder, run.net, run.trainer), "arrays=")
 
 
+# Forged files: the manifest has their sizes and checksums
+
+
+SWAPPED = [None, True, -1, 7, 2**31, 2**63, 10**30, 0.5, float("nan"), "", "a\n\x1b[31mb", [], [[]], {}, {"x": 1}, dropped]
+
+
+def places_in(value, at=()):
+    """The places of JSON data, of long lists the first and the last ones."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    few = [one for i, one in enumerate(inner) if i < 3 or i > len(value) - 3 or isinstance(value, dict)]
+    return [(*at, key) for key, _ in few] + [place for key, one in few for place in places_in(one, (*at, key))]
+
+
+@pytest.mark.parametrize("file", ["training.json", "progress.json", "manifest.json"])
+def test_every_value_of_another_type_is_refused_or_does_no_harm(saved, tmp_path, request, caplog, file):
+    """Each place of the file holds each of these values; by default, about 12 of these forgeries are tried."""
+    values, run = json.loads((saved / "last" / file).read_text()), Run()
+    swaps = [(place, value) for place in places_in(values) for value in SWAPPED]
+    for place, value in swaps[:: 1 if request.config.getoption("exhaustive") else len(swaps) // 12 | 1]:
+        altered, folder = copy.deepcopy(values), shutil.copytree(saved, tmp_path / "run")
+        setting(*place, value)(altered)
+        content = json.dumps(altered).encode()
+        if file == "manifest.json":
+            (folder / "last" / file).write_bytes(content)
+        else:
+            forge(folder / "last", **{file.replace(".", "_"): content})
+        before = run.state()
+        try:
+            mgpu.load_checkpoint(folder / "last", run.net, run.trainer)
+        except StateError as error:
+            assert_told(error, "", place)
+            assert run.state() == before, (place, value)
+        else:
+            run = Run()
+        Run(begun=False).fit(folder, epochs=3, resume="auto")  # from this one or from the one before
+        shutil.rmtree(folder)
+    assert "cannot resume" in caplog.text
+
+
+def npz(arrays, method=zipfile.ZIP_STORED):
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", method) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w") as entry:
+                np.lib.format.write_array(entry, np.asarray(array))
+    return content.getvalue()
+
+
+def with_sizes(content, size):
+    """The zip file, whose directory says that its first entry has another size."""
+    at = content.index(b"PK\x01\x02") + 20
+    return content[:at] + struct.pack("<II", size, size) + content[at + 8 :]
+
+
+FORGED = {
+    "compressed": lambda arrays: npz({"state/0": np.zeros(2**24, "float32")}, zipfile.ZIP_DEFLATED),
+    "of 4 GB": lambda arrays: with_sizes(npz(arrays), 2**32 - 2),
+    "of columns": lambda arrays: npz({**arrays, "state/0": np.asfortranarray(arrays["state/0"])}),
+    "of dates": lambda arrays: npz({**arrays, "state/0": arrays["state/0"].astype("datetime64[s]")}),
+    "of a huge shape": lambda arrays: npz(arrays).replace(b"'shape': (4, 5)", b"'shape': (0, 5)"),
+    "unknown": lambda arrays: npz({**arrays, "state/0/x": 1.0}),
+    "gone": lambda arrays: npz({name: array for name, array in arrays.items() if name != "state/0"}),
+    "no zip file": lambda arrays: b"PK",
+    "of no sum": lambda arrays: npz({**arrays, "sum/x": 1.0}),
+    "of no average": lambda arrays: npz({**arrays, "average/x": 1.0}),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_arrays_of_another_kind_are_refused_and_the_checkpoint_before_is_taken(saved, run, tmp_path, name):
+    folder = shutil.copytree(saved, tmp_path / "run")
+    with np.load(folder / "last" / "states.npz") as file:
+        forge(folder / "last", states_npz=FORGED[name](dict(file.items())))
+    if name != "of no sum":  # which `fit` reads
+        assert_refused(run, lambda: mgpu.load_checkpoint(folder / "last", run.net, run.trainer), "last, which is damaged")
+    history = Run(begun=False).fit(folder, epochs=3, resume="auto")
+    assert len(history.rows) == 3
+
+
+@pytest.mark.parametrize("file", ["net.params", "states.npz", "training.json", "progress.json", "manifest.json"])
+@pytest.mark.parametrize("kind", ["1 TB", "link", "endless", "pipe"])
+def test_only_files_of_an_expected_size_are_read(saved, run, tmp_path, file, kind):
+    folder = shutil.copytree(saved / "last", tmp_path / "last")
+    path = folder / file
+    path.rename(tmp_path / "elsewhere")
+    if kind == "1 TB":
+        path.touch()
+        os.truncate(path, 2**40)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero" if kind == "endless" else tmp_path / "elsewhere")
+    assert_refused(run, lambda: mgpu.load_checkpoint(folder, run.net, run.trainer), "which cannot be read")
+    fresh = Run(begun=False)  # whose shapes the file may decide
+    assert_refused(fresh, lambda: mgpu.load_checkpoint(folder, fresh.net), "which cannot be read")
+
+
+def test_states_are_read_as_strictly(run, tmp_path):
+    run.trainer.save_states(str(tmp_path / "states"))
+    with np.load(tmp_path / "states") as file:
+        arrays = dict(file.items())
+    values = json.loads(arrays.pop("trainer.json").tobytes())
+    texts = [json.dumps({**values, "names": 3}), "[" * 10**5, json.dumps({**values, "counts": {"0": -1}}), "[]"]
+    altered = [npz({**arrays, "trainer.json": np.frombuffer(text.encode(), np.uint8)}) for text in texts]
+    for content in [*altered, *(forged(arrays) for forged in list(FORGED.values())[:8])]:
+        (tmp_path / "states").write_bytes(content)
+        assert_refused(run, lambda: run.trainer.load_states(str(tmp_path / "states")), "which is damaged")
+    assert_refused(run, lambda: run.trainer.load_states("/dev/zero"), "Not a regular file")
+
+
 # Other data
 
 
@@ -152,6 +269,6 @@ def assert_refused(run, load, words=""):
     assert run.state() == before
 
 
-def assert_told(error, words):
+def assert_told(error, words, forgery=""):
     told = str(error)
-    assert any(one in told for one in words.split("|")) and "\n" not in told and len(told) < 1000, told
+    assert any(one in told for one in words.split("|")) and told.isprintable() and len(told) < 1000, (told, forgery)

@@ -257,8 +257,7 @@ def test_nothing_in_a_checkpoint_is_executed(checkpoint, tmp_path):
     np.savez(tmp_path / "evil.npz", **{"state/0": array})
     forge(checkpoint, states_npz=(tmp_path / "evil.npz").read_bytes())
     net, trainer, _ = make_run(cpus(1))
-    with pytest.raises(ValueError, match="allow_pickle=False"):
-        mgpu.load_checkpoint(checkpoint, net, trainer)
+    assert "'state/0.npy', which is no array of numbers" in told(mgpu.load_checkpoint, checkpoint, net, trainer)
     assert not (tmp_path / "trapped").exists()
     with pytest.raises(FileExistsError):  # the trap works
         (tmp_path / "trapped").mkdir()

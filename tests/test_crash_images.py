@@ -11,7 +11,8 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.errors import StateError
+from gluon_mgpu.checkpoint.replace_folder import recover_path
+from gluon_mgpu.errors import SaveError, StateError, TrainerError
 from gluon_mgpu.models.seq2seq.translator import load_translator
 from mxnet.gluon import nn
 
@@ -133,12 +134,65 @@ def test_a_link_is_refused_before_the_first_epoch(tmp_path, name, target):
     assert (tmp_path / "file").read_text() == "mine" and list((tmp_path / "folder").iterdir()) == []
 
 
-@pytest.mark.parametrize("folder", ["/", ".", "..", "", "/dev/null", "x" * 5000, "a\0b", "nothere/last", "file"])
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("kind", ["a link", "a dangling link", "a file", "a pipe"])
+@pytest.mark.parametrize("name", [".last.new", ".best.new", ".last.old", ".last.gone1", ".step-00000003.new"])
+def test_what_others_left_under_our_names_is_removed(tmp_path, undisturbed, name, kind):
+    """A link `.last.new` in a run from elsewhere: the files behind it were overwritten. A file of this name ended all saving."""
+    run, mine, other = tmp_path / "run", tmp_path / "mine", tmp_path / "run" / name
+    fit(run, epochs=1)
+    before = contents(shutil.copytree(run / "last", mine))
+    if kind == "a file":
+        other.write_text("")
+    elif kind == "a pipe":
+        os.mkfifo(other)
+    else:
+        other.symlink_to(mine if kind == "a link" else tmp_path / "nowhere")
+    fit(run)
+    assert (bits(run), names(run), contents(mine)) == (undisturbed, ["best", "last"], before)
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("name", [".last.new", ".last.old"])
+def test_a_link_is_not_recovered(tmp_path, undisturbed, name):
+    """It was taken for the checkpoint of a killed program, and renamed to `last`."""
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    fit(run, epochs=1)
+    shutil.rmtree(run / "best")
+    (run / "last").rename(mine)
+    (run / name).symlink_to(mine)
+    before = contents(mine)
+    assert recover_path(run / "last") == run / "last"
+    fit(run)
+    assert (bits(run), contents(mine)) == (undisturbed, before)
+
+
+@pytest.mark.parametrize("folder", ["/", ".", "..", "", "/dev/null", "x" * 255, "x" * 5000, "a\0b", "nothere/last", "loop"])
 def test_what_is_no_checkpoint_says_so(folder, tmp_path, monkeypatch):
     """The root of a file system has no name, and nothing next to it."""
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "file").touch()
+    (tmp_path / "here" / "loop").symlink_to("loop")
     monkeypatch.chdir(tmp_path / "here")
     for load in (lambda: mgpu.load_checkpoint(folder, network()), lambda: load_translator(folder)):
         with pytest.raises(StateError):
             load()
+    with pytest.raises(StateError):
+        fit(tmp_path / "run", resume=folder)
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+@pytest.mark.parametrize("folder", ["x" * 256, "x/" * 3000 + "x", "file", "file/run", "loop", "loop/run", "a\0b"])
+def test_a_folder_that_cannot_be_made_is_an_error_of_ours(folder, tmp_path, monkeypatch, resume):
+    """Some were a bare OSError."""
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((SaveError, StateError, TrainerError), match="expected"):
+        fit(folder, resume=resume)
+    with pytest.raises((SaveError, StateError), match="expected"):
+        mgpu.save_checkpoint(folder, network())
+    assert names(tmp_path) == ["file", "loop"]

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from gluon_mgpu.checkpoint import replace_folder
 from gluon_mgpu.checkpoint.manifest import FolderWriter
-from gluon_mgpu.checkpoint.replace_folder import explained, new_folder, read_files, recover_path, remove
+from gluon_mgpu.checkpoint.replace_folder import copy_files, explained, new_folder, read_files, recover_path, remove
 from gluon_mgpu.errors import SaveError
+from gluon_mgpu.loop.history import History
 
-FILES = ("manifest.json", "number", "bytes")
+FILES = {"manifest.json": 999, "number": 9, "bytes": 9}
 
 
 class KilledError(BaseException):
@@ -134,6 +135,28 @@ def test_a_folder_that_is_partly_removed_has_a_hidden_name(tmp_path, monkeypatch
     assert [name[:7] for name in names(tmp_path)] == [".f.gone"]
     write(tmp_path / "f", 2)
     assert names(tmp_path) == ["f"]
+
+
+def test_a_copy_holds_no_links(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("mine")
+    write(tmp_path / "f", 1)
+    (tmp_path / "f" / "link").symlink_to(tmp_path / "mine")
+    os.mkfifo(tmp_path / "f" / "pipe")
+    (tmp_path / "new").mkdir()
+    copy_files(tmp_path / "f", tmp_path / "new")
+    assert number_in(tmp_path / "new") == 1 and names(tmp_path / "new") == sorted(FILES)
+
+
+def test_a_new_file_is_not_written_through_a_link(tmp_path, monkeypatch):
+    """The name that it has while it is written can be foreseen."""
+    monkeypatch.delenv("GLUON_MGPU_RANK", raising=False)
+    (tmp_path / "mine").write_text("mine")
+    for name in (f".new-{os.getpid()}.history.csv", "history.csv", "history.json", "curves.png"):
+        (tmp_path / name).symlink_to("mine")
+    History([{"epoch": 1, "train_loss": 0.5}]).save(tmp_path)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert names(tmp_path) == ["curves.png", "history.csv", "history.json", "mine"]
 
 
 def test_a_copy_that_fails_is_told_in_one_sentence(tmp_path):

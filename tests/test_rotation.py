@@ -93,6 +93,18 @@ def test_what_a_killed_program_left_is_tidied_up(tmp_path):
     assert value_in(tmp_path / "last") == 2
 
 
+def test_a_best_one_that_is_damaged_does_not_replace_the_last_one(tmp_path):
+    """A run that resumed from `last` copied a later `best` over it, whatever its files were."""
+    put(CheckpointRotation(tmp_path), 1)
+    shutil.copytree(tmp_path / "last", tmp_path / "good")
+    put(CheckpointRotation(tmp_path), 2, best=[2])
+    shutil.rmtree(tmp_path / "last")
+    (tmp_path / "good").rename(tmp_path / "last")
+    (tmp_path / "best" / "net.params").write_text("")
+    CheckpointRotation(tmp_path).begin(tmp_path / "last")
+    assert value_in(tmp_path / "last") == 1
+
+
 def test_damage_to_the_last_one_does_not_reach_the_best(tmp_path):
     put(CheckpointRotation(tmp_path), 1, best=[1])
     path = tmp_path / "last" / "net.params"

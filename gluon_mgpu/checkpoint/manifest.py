@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Dict, Iterator
 
+from ..checks import short
 from ..errors import StateError
 from ..runtime.new_files import sync
+from ..runtime.untrusted_files import MOST_JSON, values_of
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "gluon_mgpu checkpoint", 1
+_FILE = {"bytes": range(2**63), "sha256": str}
+_FORM = {"format": FORMAT, "version": range(1, 2**31), "files": {"*": _FILE}, "*": object}
 
 
 class FolderWriter:
@@ -26,18 +30,24 @@ class FolderWriter:
 
     @contextmanager
     def file(self, name: str) -> Iterator[BinaryIO]:
-        """Yield a file to write to; it is synced to the disk afterwards."""
-        path = self._folder / name
-        with open(path, "wb") as file:
+        """Yield a new file to write to; it is synced to the disk afterwards."""
+        with open(self._folder / name, "x+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        self._files[name] = _entry(path.read_bytes())
+            file.seek(0)
+            self._files[name] = _entry(file.read())
 
     def text(self, name: str, text: str) -> None:
-        """Write a text, in UTF-8."""
+        """Write a text, in UTF-8; raise `StateError` for one that would not be read."""
+        content = text.encode()
+        if len(content) > MOST_JSON:
+            raise StateError(
+                f"Checkpoint: got {len(content)} bytes of {name}; expected {MOST_JSON} at most, since larger files are not read. "
+                "Evaluate less often within an epoch, or keep less in progress."
+            )
         with self.file(name) as file:
-            file.write(text.encode())
+            file.write(content)
 
     def finish(self, **values: Any) -> None:
         """Write the manifest, with these additional values."""
@@ -68,16 +78,14 @@ class Files:
         StateError
             It does not, or the manifest is invalid or of a later version.
         """
-        path = self.folder / MANIFEST
         try:
-            manifest: Dict[str, Any] = json.loads(self.contents[MANIFEST].decode())
-            version, listed = manifest["version"], dict(manifest["files"])
-            if manifest["format"] != FORMAT or type(version) is not int or version < 1:
-                raise ValueError("format")
-        except (ValueError, KeyError, TypeError, RecursionError):
+            manifest: Dict[str, Any] = values_of(self.contents[MANIFEST], _FORM, MANIFEST)
+        except (KeyError, ValueError) as error:
             raise StateError(
-                f"{operation}: got {path}, which is no checkpoint's manifest; expected one. Use another checkpoint."
+                f"{operation}: got {self.folder / MANIFEST}, which is no checkpoint's manifest ({error}); expected one. Use "
+                "another checkpoint."
             ) from None
+        version, listed = manifest["version"], manifest["files"]
         if version > VERSION:
             raise StateError(
                 f"{operation}: got {self.folder} of version {version}; expected {VERSION}. Install a newer gluon_mgpu."
@@ -86,8 +94,8 @@ class Files:
             content = self.contents.get(name)
             if content is None or _entry(content) != listed.get(name):
                 raise StateError(
-                    f"{operation}: got {self.folder / str(name)}, which is damaged (its size or checksum differs from the "
-                    "manifest); expected the listed file. Use another checkpoint."
+                    f"{operation}: got {self.folder / short(name)[1:-1]}, which is damaged (its size or checksum differs from "
+                    "the manifest); expected the listed file. Use another checkpoint."
                 )
         return manifest
 

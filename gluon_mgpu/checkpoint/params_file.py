@@ -1,15 +1,19 @@
-"""Files of named arrays in MXNet's own format, written from NumPy: MXNet's writer does not notice a full disk."""
+"""Files of named arrays in MXNet's own format, with NumPy: MXNet's writer ignores a full disk, its reader trusts every number."""
 
 from __future__ import annotations
 
+import math
 import struct
-from typing import Any, Dict
+from typing import Any, Dict, List, Tuple
 
 import mxnet as mx
 import numpy as np
 
+from ..checks import MOST
+
 _LIST, _LEGACY, _NUMPY = 0x112, 0xF993FAC9, 0xF993FACA  # magic numbers of a list of arrays, and of each array in it
 _CPU = 1
+_MOST_AXES = 32  # NumPy's before version 2
 
 
 def write_params(file: Any, arrays: Dict[str, np.ndarray], *, np_shape: bool = False) -> None:
@@ -46,3 +50,72 @@ def write_params(file: Any, arrays: Dict[str, np.ndarray], *, np_shape: bool = F
     for name in arrays:
         text = name.encode()
         file.write(struct.pack("<Q", len(text)) + text)
+
+
+def read_params(content: bytes, *, np_shape: bool = False) -> Dict[str, np.ndarray]:
+    """Return the arrays of a file of `write_params`, of `mx.nd.save` or, with `np_shape`, of `mx.npx.save`: views of these bytes.
+
+    Each number in the file is checked before it is used.
+
+    Raises
+    ------
+    ValueError
+        The file is anything else, holds a sparse array, or bytes that belong to no array.
+
+    Examples
+    --------
+    >>> import io
+    >>> file = io.BytesIO()
+    >>> write_params(file, {"weight": np.array([1, 2], "float32")})
+    >>> read_params(file.getvalue())["weight"].tolist()
+    [1.0, 2.0]
+    """
+    at = 0
+
+    def take(size: int) -> int:
+        """Return where so many bytes begin, and go on behind them."""
+        nonlocal at
+        if size > len(content) - at:
+            raise ValueError(f"of the arrays, {size} bytes are missing at byte {at} of {len(content)}")
+        at += size
+        return at - size
+
+    def numbers(form: str) -> Tuple[int, ...]:
+        return struct.unpack_from(form, content, take(struct.calcsize(form)))
+
+    arrays: List[np.ndarray] = []
+    least = 0 if np_shape else 1  # axes, and elements along each
+    magic, reserved, count = numbers("<QQQ")
+    if (magic, reserved) != (_LIST, 0):
+        raise ValueError(f"arrays of magic number {magic:#x}")
+    while len(arrays) < count:
+        magic, storage, num_axes = numbers("<Iii")
+        if magic != (_NUMPY if np_shape else _LEGACY) or storage or not least <= num_axes <= _MOST_AXES:
+            raise ValueError(f"an array of magic number {magic:#x}, storage type {storage} and {num_axes} axes")
+        shape = numbers(f"<{num_axes}q")
+        _, _, number = numbers("<iii")  # the device is of the program that wrote it
+        kind, size = mx.nd.ndarray._DTYPE_MX_TO_NP.get(number), math.prod(shape)
+        if kind is None or min(shape, default=1) < least or max((*shape, size)) > MOST:
+            raise ValueError(f"an array of shape {shape} and type {number}")
+        dtype = np.dtype(kind)
+        arrays.append(np.ndarray(shape, dtype, content, take(size * dtype.itemsize)))
+    if numbers("<Q") != (count,):
+        raise ValueError("another number of names than of arrays")
+    names = []
+    for _ in arrays:
+        (size,) = numbers("<Q")
+        begin = take(size)
+        names.append(content[begin : begin + size].decode())
+        if not names[-1].isprintable():
+            raise ValueError(f"the name {names[-1]!a}")
+    if len(set(names)) < len(names) or at < len(content):
+        raise ValueError(f"names that repeat, or {len(content) - at} bytes behind them")
+    return dict(zip(names, arrays))
+
+
+def mxnet_array(values: np.ndarray) -> Any:
+    """Return an MXNet array of these values on the CPU, of np in np mode."""
+    array = mx.nd.empty(values.shape, mx.cpu(), values.dtype)
+    if values.size:
+        array._sync_copyfrom(np.require(values, requirements="A"))
+    return array.as_np_ndarray() if mx.util.is_np_array() else array

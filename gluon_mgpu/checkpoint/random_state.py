@@ -10,6 +10,12 @@ import numpy as np
 from ..trainer.tree_sum import draw_base as draw_base
 from ..trainer.tree_sum import seed_of as seed_of
 
+_WORD = range(2**32)
+FORM = {  # NumPy would read at any place that it is given
+    "python": [3, [*[_WORD] * 624, range(625)], (None, float)],
+    "numpy": ["MT19937", [_WORD] * 624, range(625), range(2), float],
+}
+
 
 def random_state() -> Dict[str, List[Any]]:
     """Return the state of the global generators of Python and NumPy as values for JSON.

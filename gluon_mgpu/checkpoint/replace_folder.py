@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
+import stat
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import Iterator, Optional, Sequence
+from typing import Dict, Iterator, List, Mapping, Optional
 
 from ..errors import SaveError, StateError
 from ..runtime.environment import logger
 from ..runtime.new_files import sync
+from ..runtime.untrusted_files import MEMORY, read_regular
 from .manifest import MANIFEST, Files
 
 _ATTEMPTS = 50  # to read a folder that is replaced at the same time
 
 
-def read_files(folder: Path, names: Sequence[str], operation: str) -> Files:
+def read_files(folder: Path, sizes: Mapping[str, int], operation: str) -> Files:
     """Return the content of those of these files that exist, all of one version of the folder.
 
     Parameters
     ----------
     folder : pathlib.Path
         If a killed program left the folder under another name, that one is read: see `recover_path`.
-    names : sequence of str
-        File names, with a slash for files in subfolders.
+    sizes : mapping of str to int
+        The file names, with a slash for files in subfolders, and how many bytes each may have.
     operation : str
         Name of the operation in errors.
 
     Raises
     ------
     StateError
-        The folder does not exist, or it or a file cannot be read.
+        The folder does not exist, or it or a file cannot be read, is a link or larger.
     """
     path = folder
     try:
@@ -43,15 +46,21 @@ def read_files(folder: Path, names: Sequence[str], operation: str) -> Files:
             with suppress(FileNotFoundError, NotADirectoryError), ExitStack() as opened:
                 number = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # while it is open, no other folder gets its inode
                 opened.callback(os.close, number)
-                # Not a pipe, which would block.
-                found = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
+                found: Dict[str, bytes] = {}
+                for name, most in sizes.items():
+                    inner = os.path.dirname(name)
+                    if inner and os.path.islink(path / inner):
+                        raise OSError(errno.ELOOP, "Is a link", inner)
+                    with suppress(FileNotFoundError, NotADirectoryError):
+                        found[name] = read_regular(name, most, folder=number)
                 if os.path.samestat(os.fstat(number), os.stat(path)):
                     return Files(path, found)
             time.sleep(0.001)
     except OSError as error:
         raise StateError(
-            f"{operation}: got {folder}, which cannot be read ({error.strerror or error}); expected a folder that this "
-            "process may read. Check its permissions and its disk."
+            f"{operation}: got {folder}, which cannot be read ({error}); expected regular files that this process may read, no "
+            "larger than the network needs. Check permissions and disk, copy what links point to, or build the network that was "
+            "saved."
         ) from error
     state = "is not a folder" if os.path.lexists(folder) else "does not exist"
     raise StateError(f"{operation}: got {str(folder)!r}, which {state}; expected a folder. Check the path.")
@@ -72,9 +81,11 @@ def new_folder(folder: Path, *, old: Optional[Path] = None) -> Iterator[Path]:
     """
     recover(folder)
     remove_left_over(folder.parent, re.escape(folder.name))
+    make(folder.parent)
     new = _sibling(folder, "new")
+    new.mkdir()
     try:
-        make(new)
+        sync(new.parent)
         yield new
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
@@ -103,25 +114,42 @@ def recover_path(folder: Path) -> Path:
     """
     if not folder.name or os.path.lexists(folder):
         return folder
-    if not os.path.exists(folder.parent):  # a folder in one that is being replaced
-        return recover_path(folder.parent) / folder.name
+    if not os.path.exists(folder.parent):
+        is_in_replaced = os.path.exists(folder.parent.parent)
+        return recover_path(folder.parent) / folder.name if is_in_replaced else folder
     new, old = _sibling(folder, "new"), _sibling(folder, "old")
-    return new if _is_complete(new) else old if os.path.isdir(old) else folder
+    return new if _is_complete(new) else old if _is_folder(old) else folder
 
 
 def _is_complete(folder: Path) -> bool:
-    parts = [path.parent for path in (*folder.glob(MANIFEST), *folder.glob(f"*/{MANIFEST}"))]
+    if not _is_folder(folder):
+        return False
     try:
+        parts = [part for part in (folder, *folder.iterdir()) if _is_folder(part) and MANIFEST in os.listdir(part)]
         for part in parts:
-            Files(part, {path.name: path.read_bytes() for path in part.iterdir() if path.is_file()}).check("recover")
+            names = [path.name for path in part.iterdir() if not _is_folder(path)]
+            Files(part, {name: read_regular(part / name, MEMORY) for name in names}).check("recover")
     except (StateError, OSError):
         return False
     return bool(parts)
 
 
+def _is_folder(path: Path) -> bool:
+    """Return whether this is a folder, and not a link to one."""
+    return os.path.isdir(path) and not os.path.islink(path)
+
+
 def copy_files(folder: Path, new: Path) -> None:
-    """Copy all files into an existing, empty folder, and sync them. Damage to the one folder does not reach the other."""
-    shutil.copytree(folder, new, dirs_exist_ok=True)
+    """Copy files into an existing, empty folder, and sync them. Damage to the one folder does not reach the other.
+
+    Links, pipes and devices, which no checkpoint has, are left out.
+    """
+
+    def others(inner: str, names: List[str]) -> List[str]:
+        modes = {name: os.lstat(os.path.join(inner, name)).st_mode for name in names}
+        return [name for name, mode in modes.items() if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))]
+
+    shutil.copytree(folder, new, dirs_exist_ok=True, ignore=others)
     for path in (*new.rglob("*"), new):
         sync(path)
 
@@ -131,27 +159,28 @@ def remove(path: Path) -> None:
 
     Files that cannot be removed, such as open files on NFS, stay under the new name until `remove_left_over`.
     """
-    if path.is_dir() and not path.is_symlink():
+    if not _is_folder(path):
+        path.unlink(missing_ok=True)
+        return
+    gone = path
+    if not re.search(r"\.gone\d+$", path.name):
         gone = path.with_name(f".{path.name.lstrip('.')}.gone{time.time_ns()}")
         path.rename(gone)
-        _remove_tree(gone)
-    elif os.path.lexists(path):
-        path.unlink()
+    try:
+        shutil.rmtree(gone)
+    except OSError as error:
+        if os.path.lexists(gone):
+            logger.warning("checkpoints: could not remove the unused folder %s: %s", gone, error)
 
 
 def remove_left_over(folder: Path, names: str) -> None:
-    """Remove what killed programs left in `new_folder` or `remove` of folders whose names match a pattern."""
+    """Remove what killed programs, or others, left under the names of `new_folder` and `remove`, of folders of these names.
+
+    `names` is a regular expression.
+    """
     for path in folder.glob(".*"):
         if re.fullmatch(rf"\.({names})\.(new|old|new\.gone\d+|old\.gone\d+|gone\d+)", path.name):
-            _remove_tree(path)
-
-
-def _remove_tree(path: Path) -> None:
-    try:
-        shutil.rmtree(path)
-    except OSError as error:
-        if os.path.lexists(path):
-            logger.warning("checkpoints: could not remove the unused folder %s: %s", path, error)
+            remove(path)
 
 
 def _sibling(folder: Path, what: str) -> Path:

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Sized, Union
 
+import numpy as np
 from mxnet import gluon, io
 
-from ..checks import is_whole
+from ..checks import is_number, is_whole, path_of, short
 from ..data.iterators import batches_of, rolls_over
 from ..distributed import group
 from ..distributed.process import this_process
 from ..errors import StateError
 from ..runtime.environment import logger
+from ..runtime.untrusted_files import COUNT, check_form
 from ..trainer.trainer import Trainer
+from .random_state import FORM as RANDOM
 from .random_state import random_state, set_random_state
 from .rotation import checkpoint_in, find_checkpoints
 from .save_and_load import ReadCheckpoint, read_checkpoint
-from .snapshot import CheckpointData
+from .snapshot import PROGRESS, STATES, SUM, TRAINING, CheckpointData, refusing
 
 Row = Dict[str, float]
+
+_LOADER_EPOCH = (None, range(-1, COUNT.stop))
+_FORM = {  # of the values of `FitProgress`
+    **dict.fromkeys(("epoch", "batches", "step", "num_batches", "examples"), COUNT),
+    "data": str,
+    "seconds": lambda value: is_number(value) and 0 <= value < 1e9,
+    "loader_epoch": _LOADER_EPOCH,
+    "test_epoch": _LOADER_EPOCH,
+    "generators": RANDOM,
+    "counts": {"*": range(-(2**53), 2**53)},
+    "learning_rate": (None, float),
+    "row": (None, {"epoch": COUNT, "seconds": float, "examples_per_s": float, "*": object}),
+    "evaluations": [{"epoch": COUNT, "step": COUNT, "*": object}],
+}
+_HISTORY = {"history": [{"epoch": COUNT, "*": object}], "*": object}
+_SUM = re.compile(r"(None|all|[0-9]{1,9}|[a-z_]+\([0-9]{1,9}\))/.+", re.DOTALL)  # `place/metric`
 
 
 @dataclass(frozen=True)
@@ -74,7 +94,7 @@ class FitProgress:
 
 
 def find_resumable(
-    resume: Union[str, Path], folder: Optional[Path], net: gluon.Block, trainer: Trainer, train_iter: Iterable[Any]
+    resume: Union[str, Path], folder: Optional[Path], net: gluon.Block, trainer: Trainer, train_iter: Any, test_iter: Any = None
 ) -> Optional[ReadCheckpoint]:
     """Return the latest good checkpoint to resume from, or None if there is none. Nothing changes yet.
 
@@ -90,7 +110,7 @@ def find_resumable(
     StateError
         There are checkpoints, but none that belongs to this network, trainer and data and is not damaged.
     """
-    where = folder if resume == "auto" else Path(resume)
+    where = folder if resume == "auto" else path_of("fit", "resume", resume, error=StateError)
     if where is None:
         raise StateError(
             "fit: got resume='auto' and no callback that saves; expected a folder with checkpoints. Pass "
@@ -106,12 +126,13 @@ def find_resumable(
     for path in paths:
         try:
             found = read_checkpoint(path, net, trainer)
-            check_data(position_of(found.content), train_iter)
+            position = position_of(found.content)
+            check_data(position, train_iter, test_iter)
         except StateError as error:
             logger.warning("fit: cannot resume from %s: %s", path, error)
             errors.append(error)
             continue
-        step = str(found.content.place["step"])
+        step = str(position.step)
         logger.info("fit: resumes from %s, step %s", path, step)
         break
     else:
@@ -135,15 +156,26 @@ def position_of(content: CheckpointData) -> FitProgress:
             f"fit: got {content.folder}, which holds no position of a run; expected a checkpoint that fit saved. Load other "
             "checkpoints with load_checkpoint(folder, net, trainer, states_only=True), and call fit without resume."
         )
-    return FitProgress(**content.place)
+    with refusing(content.folder):
+        check_form(content.progress, _HISTORY, PROGRESS)
+        check_form(content.place, {f"{name}?": form for name, form in _FORM.items()}, f"the place in {TRAINING}")
+        position = FitProgress(**content.place)
+        if position.batches > position.step or not all(map(_SUM.fullmatch, position.counts)):
+            raise ValueError(f"{TRAINING} has step={position.step} after {position.batches} batches, or counts of no place")
+        for name, array in content.arrays.items():
+            is_sum = array.shape == (1,) and array.dtype == np.float64 and name[len(SUM) :] in position.counts
+            if name.startswith(SUM) and not (is_sum and (np.isfinite(array[0]) or not name.endswith("/loss"))):
+                raise ValueError(f"{STATES} has {short(name)} of {short(array)}")
+    return position
 
 
 def has_changed_rate(content: CheckpointData) -> bool:
     """Return whether the learning rate of a checkpoint was set while its run trained."""
-    return bool(content.training["optimizer"]["learning_rate"] != content.place["learning_rate"])  # type: ignore[index]
+    training: Any = content.training
+    return bool(training["optimizer"]["learning_rate"] != position_of(content).learning_rate)
 
 
-def check_data(position: FitProgress, train_iter: Iterable[Any]) -> None:
+def check_data(position: FitProgress, train_iter: Iterable[Any], test_iter: Optional[Iterable[Any]] = None) -> None:
     """Raise `StateError` if a run would resume with other data, or within an epoch with another number of batches.
 
     It compares fingerprints and numbers, where data iterators have them. Between epochs, another number is a warning.
@@ -154,6 +186,9 @@ def check_data(position: FitProgress, train_iter: Iterable[Any]) -> None:
             "fit: got a train_iter of other data or another seed than the run; expected the same. Use those of "
             "the stopped run, or load_checkpoint(folder, net, trainer, states_only=True) and fit without resume."
         )
+    for one, epoch in ((train_iter, position.loader_epoch), (test_iter, position.test_epoch)):
+        if epoch == -1 and hasattr(one, "fingerprint"):  # other iterators may count from there
+            raise StateError("fit: got a checkpoint in epoch -1 of its data; expected 0 or more. Use another checkpoint.")
     sampler = getattr(train_iter, "_batch_sampler", None)
     rolls = rolls_over(train_iter) or getattr(sampler, "_last_batch", "") == "rollover"
     shuffles = isinstance(train_iter, io.NDArrayIter) and train_iter.shuffle
@@ -161,7 +196,7 @@ def check_data(position: FitProgress, train_iter: Iterable[Any]) -> None:
     if ahead or (rolls or shuffles) and position.step > position.batches:
         logger.warning("fit: the order cannot be restored of an NDArrayIter that shuffles, of auto_reload and what rolls over.")
     then, now = position.num_batches, num_batches_of(train_iter)
-    if not then or not now or then == now:
+    if not then or not now or then == now >= position.batches:
         return
     if position.batches and position.row is None:
         raise StateError(

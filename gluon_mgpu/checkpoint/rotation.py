@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, List, Optional
+from typing import Callable, List, Optional
 
 from ..errors import StateError
 from ..runtime.environment import logger
+from ..runtime.untrusted_files import COUNT, MOST_JSON, read_regular, values_of
 from .manifest import MANIFEST
 from .replace_folder import copy_files, explained, make, new_folder, recover, recover_path, remove, remove_left_over
 from .snapshot import PARAMS, TRAINING
@@ -67,7 +67,9 @@ class CheckpointRotation:
         """
         with explained(self._operation, self.folder):
             others = self.steps()
-            is_new = resumed is None or self.folder.resolve() not in resumed.resolve().parents
+            inner = ".." if resumed is None else os.path.relpath(os.path.realpath(resumed), os.path.realpath(self.folder))
+            name = (*Path(inner).parts, "..")[0]  # of the resumed checkpoint in this folder
+            is_new = name == ".."
             if others and is_new:
                 raise StateError(
                     f"{self._operation}: got {self.folder}, which holds {others[-1].name} of another run; expected a folder "
@@ -79,11 +81,12 @@ class CheckpointRotation:
                     self.folder,
                 )
             make(self.folder)
-            for name in ("last", "best"):
-                recover(self.folder / name)
+            for one in ("last", "best"):
+                recover(self.folder / one)
             remove_left_over(self.folder, r"last|best|step-\d+")
             best, step = self.folder / "best", step_of(self.folder / "best")
-            if resumed is not None and step is not None and step > (step_of(self.folder / "last") or 0):
+            is_read = name in ("best", ".best.new", ".best.old")  # and was not damaged
+            if is_read and step is not None and step > (step_of(self.folder / "last") or 0):
                 self._put_last(partial(copy_files, best), step)  # the save was interrupted between the two
 
     def put(self, write: Write, step: int, *, is_best: bool = False) -> None:
@@ -188,11 +191,11 @@ def checkpoint_in(folder: Path) -> Optional[Path]:
 
 def step_of(folder: Path) -> Optional[int]:
     """Return the step at which a folder was written; None if it cannot be read."""
-    path = (checkpoint_in(folder) or folder) / TRAINING
+    form = {"place": {"step": COUNT, "*": object}, "*": object}
     try:
-        content: Any = json.loads(path.read_bytes()) if path.is_file() else {}  # not a pipe, which would block
-        return int(content["place"]["step"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        content = read_regular((checkpoint_in(folder) or folder) / TRAINING, MOST_JSON)
+        return int(values_of(content, form, TRAINING)["place"]["step"])
+    except (OSError, ValueError):
         return None
 
 

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Optional, Sequence, Union
 
 import mxnet as mx
 import numpy as np
@@ -17,8 +17,9 @@ from ..data_parallel.step import check_network
 from ..distributed import group
 from ..distributed.process import this_process
 from ..errors import StateError
-from ..trainer.parameters import average_replicas, check_initialised, named_params, shape_fits
+from ..trainer.parameters import average_replicas, check_initialised, named_params
 from ..trainer.trainer import Trainer
+from .params_file import mxnet_array
 from .replace_folder import explained, new_folder
 from .snapshot import AVERAGE, FILES, CheckpointData, check_content, read_content, restore_generators, take_snapshot
 
@@ -158,16 +159,16 @@ def _load_average(folder: Union[str, Path], net: gluon.Block, trainer: Optional[
             "load_checkpoint: got averaged=True with a trainer, whose states belong to the trained weights; expected no trainer. "
             "Leave the trainer out."
         )
-    content = read_content(path_of("load_checkpoint", "folder", folder, error=StateError), with_training=True)
+    folder = path_of("load_checkpoint", "folder", folder, error=StateError)
     check_network("load_checkpoint", net)
+    content = read_content(folder, net, with_training=True)
     check_parameters(content, net)
-    as_array = mx.np.array if mx.util.is_np_array() else mx.nd.array
     first = {id(param): name for name, param in named_params(net).items()}  # a shared parameter has several names
     averages = {}
     for name, param in net._collect_params_with_prefix().items():
         average = content.arrays.get(AVERAGE + first[id(param)])
         if average is not None:
-            averages[name] = as_array(average, dtype=content.params[name].dtype)
+            averages[name] = average.astype(content.params[name].dtype)
     if not averages:
         raise StateError(
             f"load_checkpoint: got {content.folder} without averaged weights; expected a checkpoint of a run with WeightAverage. "
@@ -210,7 +211,7 @@ def read_checkpoint(folder: Union[str, Path], net: gluon.Block, trainer: Optiona
     """Read a checkpoint of this network and trainer, and check all of it; raise `StateError` as `load_checkpoint` does."""
     folder = path_of("load_checkpoint", "folder", folder, error=StateError)
     _check_given("load_checkpoint", net, trainer)
-    content = read_content(folder, with_training=trainer is not None)
+    content = read_content(folder, net, with_training=trainer is not None)
     check_parameters(content, net)
     if trainer is not None:
         check_content(content, net, trainer)
@@ -228,8 +229,7 @@ def remember(net: gluon.Block, trainer: Trainer) -> ReadCheckpoint:
         As for `save_checkpoint`.
     """
     snapshot = take_snapshot(net, trainer)
-    as_array = mx.np.array if mx.util.is_np_array() else mx.nd.array
-    params = {name: as_array(array.asnumpy(), dtype=array.dtype) for name, array in snapshot.params.items()}
+    params = {name: array.asnumpy() for name, array in snapshot.params.items()}
     arrays = {name: array.asnumpy() for name, array in snapshot.arrays.items()}
     content = CheckpointData(Path("memory"), {}, arrays, json.loads(json.dumps(snapshot.training)), params)
     check_content(content, net, trainer)
@@ -249,7 +249,7 @@ def check_folder(folder: Path, ours: Sequence[str], operation: str, example: str
     """
     with explained(operation, folder):
         others = [path.name for path in folder.iterdir() if path.name not in ours] if folder.is_dir() else []
-    if folder.is_symlink():
+    if os.path.islink(folder):
         raise StateError(
             f"{operation}: got {folder}, which is a link to {os.readlink(folder)}; expected a folder of its own, because saving "
             "replaces it. Remove the link, or pass its target; a folder further up may be a link."
@@ -263,16 +263,11 @@ def check_folder(folder: Path, ours: Sequence[str], operation: str, example: str
 
 def check_parameters(content: CheckpointData, net: gluon.Block) -> None:
     """Raise `StateError` unless a checkpoint holds exactly this network's parameters."""
-    params = net._collect_params_with_prefix().items()
-    here = {name: (np.dtype(param.dtype).name, tuple(param.shape or ())) for name, param in params}
-    there = {name: (np.dtype(array.dtype).name, array.shape) for name, array in content.params.items()}
+    here, there = net._collect_params_with_prefix(), content.params
     differing = [
         f"{name} {_form(there.get(name))} where this one has {_form(here.get(name))}"
         for name in {**there, **here}
-        if name not in there
-        or name not in here
-        or there[name][0] != here[name][0]
-        or not shape_fits(there[name][1], here[name][1])
+        if name not in there or name not in here or not _fits(there[name], here[name])
     ]
     if differing:
         raise StateError(
@@ -287,7 +282,7 @@ def _check_shared(content: CheckpointData, net: gluon.Block) -> None:
     names: Dict[int, str] = {}
     for name, param in net._collect_params_with_prefix().items():
         first = names.setdefault(id(param), name)
-        if first != name and content.params[first].asnumpy().tobytes() != content.params[name].asnumpy().tobytes():
+        if first != name and content.params[first].tobytes() != content.params[name].tobytes():
             raise StateError(
                 f"load_checkpoint: got {content.folder} with different values of {first} and {name}, one parameter in this "
                 "network; expected the same layers. Build the network as it was when it was saved."
@@ -304,11 +299,22 @@ def set_parameters(content: CheckpointData, net: gluon.Block) -> CheckpointData:
     for name, param in params.items():
         if param._data and param.shape == ():  # where Gluon's methods raise
             for array in param.list_data():
-                array[()] = content.params[name].as_np_ndarray()
+                array[()] = mxnet_array(content.params[name])
         else:
-            param._load_init(content.params[name], param.list_ctx())
+            param._load_init(mxnet_array(content.params[name]), param.list_ctx())
     return replace(content, params={})
 
 
-def _form(described: Optional[Tuple[str, Tuple[int, ...]]]) -> str:
-    return f"{described[0]} {described[1]}" if described else "nothing"
+def _fits(array: np.ndarray, param: gluon.Parameter) -> bool:
+    """Return whether a parameter can take these values: its dtype and its shape, as far as it is known."""
+    shape, unknown = param.shape, -1 if mx.util.is_np_shape() else 0
+    if np.dtype(param.dtype) != array.dtype:
+        return False
+    if param._data is None and (shape is None or shape == () and not unknown):
+        return True
+    sizes = zip(shape, array.shape)
+    return len(shape) == array.ndim and all(one == other or param._data is None and one == unknown for one, other in sizes)
+
+
+def _form(values: Any) -> str:
+    return "nothing" if values is None else f"{np.dtype(values.dtype).name} {tuple(values.shape or ())}"

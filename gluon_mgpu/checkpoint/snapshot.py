@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
+import math
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
-from ..checks import short
+from ..checks import reason_of, short
 from ..distributed import group
 from ..distributed.process import this_process
 from ..errors import NonFiniteLossError, StateError
-from ..nested import Array
+from ..nested import Array, num_bytes
+from ..runtime.untrusted_files import COUNT, MEMORY, MOST_JSON, check_form, values_of
 from ..trainer.parameters import average_replicas, has_values
 from ..trainer.replica_check import ReplicaComparison
-from ..trainer.states import TrainerState, as_values, from_values, write_arrays
+from ..trainer.states import FORM, STATE, TrainerState, as_values, from_values, read_arrays, write_arrays
 from ..trainer.trainer import Trainer
 from . import random_state
 from .manifest import MANIFEST, Files, FolderWriter
-from .params_file import write_params
+from .params_file import read_params, write_params
 from .replace_folder import read_files
 
 PARAMS, STATES, TRAINING, PROGRESS = "net.params", "states.npz", "training.json", "progress.json"
 FILES = (PARAMS, STATES, TRAINING, PROGRESS, MANIFEST)
 AVERAGE = "average/"  # begins the names of averaged weights among the arrays
 SUM = "sum/"  # those of the sums of an epoch
+_RANK = {"now": random_state.FORM, "begun": (None, random_state.FORM)}
+_RANDOM = {"base": [COUNT, bool], "step": COUNT, **random_state.FORM}
+_TRAINING = {**FORM, "place": {"*": object}, "random": _RANDOM, "ranks": [_RANK]}
+_BYTES_PER_WEIGHT = 64  # at most, of states and averages
+_MOST_OTHERS = 2**30  # bytes of the arrays of callbacks
 
 ProgressRecord = Dict[str, Any]  # the progress of a run, as values for JSON; see `checkpoint/resume.py`
 
@@ -129,6 +136,7 @@ def take_snapshot(
         raise StateError("save_checkpoint: got a network without values; expected known shapes. Pass one batch through it first.")
     try:
         progress_json = json.dumps(progress or {}, indent=1, default=np.generic.item)
+        values_of(progress_json.encode(), dict, PROGRESS)  # as it will be read
     except (TypeError, ValueError) as error:
         raise StateError(
             f"save_checkpoint: got progress that JSON cannot hold ({error}); expected numbers, texts and lists. Leave arrays out."
@@ -146,6 +154,12 @@ def take_snapshot(
         return Snapshot(_copied_params(net), progress_json, comparison, is_np=is_np)
     copies = {name: array.as_nd_ndarray().copy() for name, array in (arrays or {}).items()}
     training = {**as_values(trainer.state(), copies), "place": place or {}}
+    most, there = sizes_of(net)[STATES], sum(num_bytes(array) + 2**11 for array in copies.values())  # with their names
+    if there > most:
+        raise StateError(
+            f"save_checkpoint: got {there} bytes of states and of callbacks' arrays; expected {most} at most, since larger files "
+            "are not read. Save large arrays in files of their own."
+        )
     training["random"] = _reseeded(trainer, (place or {}).get("step", 0), base)
     training["ranks"] = _generators_of_all(training["random"], (place or {}).get("generators"))
     return Snapshot(_copied_params(net), progress_json, comparison, copies, training, is_np)
@@ -161,8 +175,8 @@ class CheckpointData:
     progress : dict
     arrays : dict of str to numpy.ndarray
     training : dict, optional
-    params : dict of str to NDArray
-        By structural name, on the CPU. Empty after the network's parameters were set.
+    params : dict of str to numpy.ndarray
+        By structural name. Empty after the network's parameters were set.
     is_np : bool
         Whether it was saved in np mode.
     """
@@ -171,7 +185,7 @@ class CheckpointData:
     progress: Dict[str, Any]
     arrays: Dict[str, np.ndarray]
     training: Optional[Dict[str, Any]]
-    params: Dict[str, Array] = field(default_factory=dict)
+    params: Dict[str, np.ndarray] = field(default_factory=dict)
     is_np: bool = False
 
     @property
@@ -182,13 +196,38 @@ class CheckpointData:
         return {**place, "generators": begun} if begun is not None and "generators" in place else place
 
     def state(self) -> TrainerState:
-        """Return the saved state of the trainer."""
+        """Return the saved state of the trainer; raise `StateError` if it is damaged."""
         training: Any = self.training
-        return from_values(training, self.arrays)
+        arrays = {name: array for name, array in self.arrays.items() if name.startswith(STATE)}
+        with refusing(self.folder):
+            return from_values(training, arrays)
 
 
-def read_content(folder: Path, *, with_training: bool) -> CheckpointData:
-    """Return the content of a checkpoint.
+@contextmanager
+def refusing(folder: Path) -> Iterator[None]:
+    """Raise any error of this block, which checks files, as a `StateError`: damaged bytes may raise any exception."""
+    try:
+        yield
+    except Exception as error:
+        raise StateError(
+            f"load_checkpoint: got {folder}, which is damaged ({reason_of(error)}); expected it as save_checkpoint wrote it. Use "
+            "another checkpoint."
+        ) from error
+
+
+def sizes_of(net: Optional[gluon.Block] = None) -> Dict[str, int]:
+    """Return how many bytes each file of a checkpoint may have: those of a network where its shapes are known."""
+    params = [] if net is None else list(net._collect_params_with_prefix().values())
+    shapes = [param.shape for param in params if param._data is not None or (param.shape and min(param.shape) > 0)]
+    weights = sum(map(math.prod, shapes))
+    most, most_states = 8 * weights + 2**20 + 2**10 * len(params), _BYTES_PER_WEIGHT * weights + _MOST_OTHERS
+    if not params or len(shapes) < len(params):
+        most = most_states = MEMORY
+    return {PARAMS: most, STATES: most_states, **dict.fromkeys((TRAINING, PROGRESS, MANIFEST), MOST_JSON)}
+
+
+def read_content(folder: Path, net: Optional[gluon.Block] = None, *, with_training: bool) -> CheckpointData:
+    """Return the content of a checkpoint, of a network if it is known.
 
     All files are of the same version, even if another program replaces the folder meanwhile.
 
@@ -197,7 +236,7 @@ def read_content(folder: Path, *, with_training: bool) -> CheckpointData:
     StateError
         The folder is not a checkpoint, is damaged, or lacks a file.
     """
-    return content_of(read_files(folder, FILES, "load_checkpoint"), with_training=with_training)
+    return content_of(read_files(folder, sizes_of(net), "load_checkpoint"), with_training=with_training)
 
 
 def content_of(files: Files, *, with_training: bool) -> CheckpointData:
@@ -209,26 +248,35 @@ def content_of(files: Files, *, with_training: bool) -> CheckpointData:
             f"load_checkpoint: got {files.folder} without {', '.join(missing)}; expected a folder of save_checkpoint. Check "
             "the path."
         )
-    kind = files.check("load_checkpoint").get("arrays")
-    if kind not in ("nd", "np"):
-        raise StateError(
-            f"load_checkpoint: got {files.folder / MANIFEST} of arrays={short(kind)}; expected nd or np. Use another checkpoint."
-        )
-    is_np = kind == "np"
+    manifest = files.check("load_checkpoint")
+    with refusing(files.folder):
+        check_form(manifest, {"arrays": ("nd", "np"), "*": object}, MANIFEST)
+    is_np = manifest["arrays"] == "np"
     if is_np and not mx.util.is_np_shape():
         raise StateError(
             f"load_checkpoint: got {files.folder}, which was saved with mx.npx.set_np(), in a program without it; expected np "
             "mode. Call mx.npx.set_np() first."
         )
-    loaded: Any = mx.nd.load_frombuffer(files.contents[PARAMS])
-    params = {name: array.as_np_ndarray() if mx.util.is_np_array() else array for name, array in dict(loaded).items()}
-    arrays: Dict[str, np.ndarray] = {}
-    training = None
-    if with_training:
-        training = json.loads(files.contents[TRAINING])
-        with np.load(io.BytesIO(files.contents[STATES]), allow_pickle=False) as file:
-            arrays = dict(file.items())
-    return CheckpointData(files.folder, json.loads(files.contents[PROGRESS]), arrays, training, params, is_np)
+    training, arrays = None, {}
+    with refusing(files.folder):
+        params = read_params(files.contents[PARAMS], np_shape=is_np)
+        progress = values_of(files.contents[PROGRESS], dict, PROGRESS)
+        if with_training:
+            training = values_of(files.contents[TRAINING], _TRAINING, TRAINING)
+            arrays = read_arrays(files.contents[STATES])
+            _check_average(arrays, params)
+    return CheckpointData(files.folder, progress, arrays, training, params, is_np)
+
+
+def _check_average(arrays: Dict[str, np.ndarray], params: Dict[str, np.ndarray]) -> None:
+    """Raise `ValueError` unless averages are of parameters, and their progress is three counts."""
+    for name, array in arrays.items():
+        like = params.get(name[len(AVERAGE) :])
+        fits = like is not None and like.shape == array.shape and like.dtype.kind == array.dtype.kind == "f"
+        if name == f"{AVERAGE}progress":
+            fits = array.shape == (3,) and array.dtype == np.float64 and bool(np.all((array >= 0) & (array < COUNT.stop)))
+        if name.startswith(AVERAGE) and not fits:
+            raise ValueError(f"{STATES} has {short(name)} of {short(array)}")
 
 
 def check_content(content: CheckpointData, net: gluon.Block, trainer: Trainer) -> None:

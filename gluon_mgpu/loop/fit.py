@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -150,7 +151,7 @@ def fit(
         raise refusal("fit", "compiled='on'", "synchronised BatchNorm")
     test_loss = getattr(loss, "evaluation", loss)
     passes = make_passes("fit", net, test_loss, compiled, kept=trainer.kept)
-    checkpoint = None if resume is None else _read_checkpoint(resume, callbacks, net, trainer, train_iter)
+    checkpoint = None if resume is None else _read_checkpoint(resume, callbacks, net, trainer, (train_iter, test_iter))
     num_batches = limits.num_batches(num_batches_of(train_iter))
     processes, steps = group(), min(num_batches, max_steps or num_batches)
     if processes is not None and len(set(processes.all_gather_bytes(str(steps).encode())).difference([b"0"])) > 1:
@@ -248,17 +249,17 @@ def _checked_callbacks(callbacks: Optional[Sequence[Callback]]) -> List[Callback
 
 
 def _read_checkpoint(
-    resume: Union[str, Path], callbacks: Sequence[Callback], net: gluon.Block, trainer: Trainer, train_iter: Iterable[Any]
+    resume: Union[str, Path], callbacks: Sequence[Callback], net: gluon.Block, trainer: Trainer, data: Sequence[Any]
 ) -> Optional[ReadCheckpoint]:
     """Return the checkpoint to resume from, fully checked; None if there is none yet."""
     instance("fit", "resume", resume, (str, Path), "'auto' or a folder", advice="Pass None to start from the beginning.")
     saving = next((callback for callback in callbacks if isinstance(callback, Checkpoint)), None)
     any_process(False)  # a barrier: the first process may still write, after an error that ended the run before
     with ExitStack() as held:  # another run that uses the folder is an error before any state changes
-        if saving is not None and saving.folder.is_dir():
+        if saving is not None and os.path.isdir(saving.folder):
             held.callback(saving.release)
             saving.hold()
-        found = find_resumable(resume, None if saving is None else saving.folder, net, trainer, train_iter)
+        found = find_resumable(resume, None if saving is None else saving.folder, net, trainer, *data)
         if found is not None and saving is not None:
             saving.check_resumable(found.content.folder)
         return found

@@ -12,7 +12,9 @@ import numpy as np
 from mxnet import lr_scheduler
 from mxnet import optimizer as opt
 
+from ..checks import is_number
 from ..errors import StateError
+from ..runtime.untrusted_files import COUNT, check_form
 
 # Set by Trainer and Update, or names of this run: counts are saved with the states, by the parameters' names.
 _NOT_KEPT = {"param_dict", "_all_index_update_counts", "_index_update_count", "idx2name", "sym_info", "rescale_grad"}
@@ -21,7 +23,15 @@ _NOT_KEPT |= {"lr", "lr_mult", "wd_mult"}  # options, under other names than the
 _MOVED_BY_SCHEDULES = {"base_lr", "count", "cur_step_ind"}  # by MXNet's schedules; other attributes are their arguments
 _MOVED_BY_OPTIMIZERS = {"num_update", "m_schedule", "last_lr", "cur_lr"}  # by MXNet's: Nadam's schedule, rates of LARS
 
+_FARTHEST = 2**20  # between the updates of the optimizer and of its parameters: MXNet's schedules count up to them one by one
+
 Description = Dict[str, Any]
+_DESCRIBED = {"class": str, "values": {"num_update?": COUNT, "*": object}}
+FORM = {  # of a description
+    **_DESCRIBED,
+    "learning_rate": (None, lambda rate: is_number(rate) and abs(rate) < 3.4e38),  # a float32
+    "schedule": (None, _DESCRIBED),
+}
 
 
 def describe(optimizer: opt.Optimizer) -> Description:
@@ -91,16 +101,34 @@ def restore_optimizer(
         optimizer.set_learning_rate(saved["learning_rate"])
 
 
+def check_described(saved: Description, optimizer: opt.Optimizer, num_updates: int) -> None:
+    """Raise an error unless `restore_optimizer` can take a description, after so many updates of a parameter.
+
+    It is restored in a copy. The error is any that Python raises for wrong values.
+    """
+    if abs(saved["values"].get("num_update", num_updates) - max(num_updates, optimizer.begin_num_update)) > _FARTHEST:
+        raise ValueError(f"num_update={saved['values']['num_update']} after {num_updates} updates")
+    trial = copy.copy(optimizer)
+    trial.lr_scheduler = copy.copy(optimizer.lr_scheduler)
+    restore_optimizer(saved, trial)
+
+
 def class_name(thing: Any) -> str:
     """Return the name of an object's class, with its module."""
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def _restore(values: Dict[str, Any], thing: Any) -> None:
-    allowed = _moved(thing) if is_known(thing) else values
-    for name, value in values.items():
-        if name in allowed and re.fullmatch(r"(?!__)\w+", name) and not callable(getattr(type(thing), name, None)):
-            setattr(thing, name, _value(value))
+    """Set attributes that training changes; raise `ValueError` for another value than a number where there is or must be one."""
+    known, moved = is_known(thing), _moved(thing)
+    allowed = moved if known else set(values) - _NOT_KEPT - (_arguments(thing) - moved)
+    for name in sorted(allowed & set(values)):
+        value, was_number = _value(values[name]), is_number(getattr(thing, name, None))
+        if known or was_number:
+            number = float if known else is_number
+            check_form(value, number if known and was_number else (None, number), name)
+        if re.fullmatch(r"(?!__)\w+", name) and not callable(getattr(type(thing), name, None)):
+            setattr(thing, name, value)
 
 
 def _described(thing: Any) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
+import math
 import re
 import zipfile
 from dataclasses import dataclass, fields
@@ -15,17 +17,36 @@ import mxnet as mx
 import numpy as np
 from mxnet import optimizer as opt
 
-from ..checks import is_whole, reason_of, short
+from ..checks import reason_of, short
 from ..errors import StateError
 from ..nested import Array, is_device_array
 from ..runtime.new_files import new_file
+from ..runtime.untrusted_files import COUNT, MEMORY, check_form, read_regular, values_of
 from .layout import Layout
-from .optimizer_config import Description, class_name, is_known
+from .optimizer_config import FORM as OPTIMIZER
+from .optimizer_config import Description, check_described, class_name, is_known
 from .parameters import shape_fits
 from .update import State, states_on
 
+STATE = "state/"  # begins the names of the optimizer's states among the arrays
+FORM = {  # of the values of `as_values`
+    "names": [str],
+    "structural": bool,
+    "shapes": [(None, [range(-1, 2**31)])],
+    "order": [COUNT],
+    "states": {"*": object},
+    "counts": {"*": COUNT},
+    "optimizer": OPTIMIZER,
+    "loss_scaler": (None, {"scale": float, "num_good": COUNT}),
+    "virtual_shards": (None, {"number": COUNT, "base": (None, COUNT), "batches": COUNT}),
+}
 _VALUES = "trainer.json"  # the entry of a file of states that holds all but the arrays
 _VERSION = 1
+_NPY = re.compile(  # the beginning of an array as `write_arrays` writes it
+    rb"\x93NUMPY\x01\x00..\{'descr': (?:'[<|]([biuf]\d)'|\[\('bfloat16', '<(u2)'\)\]), 'fortran_order': False, "
+    rb"'shape': \(((?:\d{1,10}, ?)*\d{0,10})\), \} *\n",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -60,12 +81,22 @@ class TrainerState:
 
 def as_values(state: TrainerState, arrays: Dict[str, Array]) -> Dict[str, Any]:
     """Return a trainer's state as values for JSON, and add copies of its arrays to `arrays`."""
-    return {**vars(state), "states": {index: _form(one, f"state/{index}", arrays) for index, one in state.states.items()}}
+    return {**vars(state), "states": {index: _form(one, f"{STATE}{index}", arrays) for index, one in state.states.items()}}
 
 
 def from_values(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> TrainerState:
-    """Return a trainer's state, of NumPy arrays, from values that `as_values` has returned; others raise any exception."""
+    """Return a trainer's state, of NumPy arrays, from values that `as_values` has returned.
+
+    Raises
+    ------
+    ValueError, TypeError, LookupError
+        The values are others, or there are other arrays.
+    """
     kept = {field.name: values[field.name] for field in fields(TrainerState)}
+    check_form(kept, FORM, "the trainer's state")
+    others = [name for name in arrays if not re.fullmatch(rf"{STATE}[0-9]+(/[0-9]+)*", name)]
+    if others:
+        raise ValueError(f"the array {short(others[0])}")
     kept["states"] = {int(index): _state(form, arrays) for index, form in values["states"].items()}
     kept["counts"] = {int(index): count for index, count in values["counts"].items()}
     return TrainerState(**kept)
@@ -78,6 +109,36 @@ def write_arrays(file: BinaryIO, arrays: Mapping[str, Any]) -> None:
             values = array.asnumpy() if is_device_array(array) else array
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as entry:
                 np.lib.format.write_array(entry, values, allow_pickle=False)  # type: ignore[no-untyped-call]
+
+
+def read_arrays(content: bytes) -> Dict[str, np.ndarray]:
+    """Return the arrays of a file of `write_arrays`. What it says of sizes is checked before memory is taken.
+
+    Raises
+    ------
+    Exception
+        The file is damaged, or anything else, such as one with compressed arrays. Damaged bytes may raise any exception.
+
+    Source: NEP 1, "A simple file format for NumPy arrays".
+    """
+    arrays: Dict[str, np.ndarray] = {}
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        entries = archive.infolist()
+        if any(one.compress_type or one.compress_size != one.file_size for one in entries):
+            raise ValueError("arrays that are compressed")
+        if sum(one.file_size for one in entries) > len(content) or len({one.filename for one in entries}) < len(entries):
+            raise ValueError("arrays that overlap or repeat")
+        for one in entries:
+            entry = archive.read(one)
+            found = _NPY.match(entry)
+            if found is None or found.end() != 10 + int.from_bytes(entry[8:10], "little") or one.filename[-4:] != ".npy":
+                raise ValueError(f"{short(one.filename)}, which is no array of numbers")
+            kind = np.dtype(found[1].decode()) if found[1] else np.dtype([("bfloat16", np.uint16)])
+            shape = tuple(int(size) for size in found[3].split(b",") if size.strip())
+            if len(entry) - found.end() != math.prod(shape) * kind.itemsize:
+                raise ValueError(f"{short(one.filename)} of another size than its shape {shape}")
+            arrays[one.filename[:-4]] = np.ndarray(shape, kind, entry, found.end()).copy()
+    return arrays
 
 
 def write_states(fname: str, state: TrainerState) -> None:
@@ -97,18 +158,18 @@ def read_states(fname: str) -> TrainerState:
     StateError
         The file is damaged, or something else.
     """
-    with open(fname, "rb") as opened:
-        try:
-            with np.load(opened, allow_pickle=False) as file:
-                arrays = dict(file.items())
-            values = json.loads(arrays.pop(_VALUES).tobytes())
-            if values["version"] == _VERSION:
-                return from_values(values, arrays)
-        except Exception as error:  # damaged bytes may raise any exception
-            raise StateError(
-                f"load_states: got {fname}, which is damaged or no file of Trainer.save_states ({reason_of(error)}); expected an "
-                "undamaged one. Save it again, or load the weights alone. Those of gluon.Trainer name no parameters."
-            ) from error
+    try:
+        arrays = read_arrays(read_regular(fname, MEMORY, follow=True))
+        values = values_of(arrays.pop(_VALUES).tobytes(), {"version": COUNT, "*": object}, _VALUES)
+        if values["version"] == _VERSION:
+            return from_values(values, arrays)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:  # damaged bytes may raise any exception
+        raise StateError(
+            f"load_states: got {fname}, which is damaged or no file of Trainer.save_states ({reason_of(error)}); expected an "
+            "undamaged one. Save it again, or load the weights alone. Those of gluon.Trainer name no parameters."
+        ) from error
     found = f"{fname} of version {short(values['version'])}; expected version {_VERSION}"
     raise StateError(f"load_states: got {found}. Install a newer gluon_mgpu.")
 
@@ -137,18 +198,14 @@ def check_state(
             )
         _check_counts(state, layout, optimizer)
         states_on(layout, optimizer, state.states, str(source), shapes or {})
-        if not is_whole(state.optimizer["values"].get("num_update", 0)):
-            raise ValueError("num_update is not a whole number")
-        rate = state.optimizer["learning_rate"]
-        if rate is not None and not np.isfinite(rate):
-            raise ValueError("the learning rate is not finite")
+        check_described(state.optimizer, optimizer, max(state.counts.values(), default=0))
         if sorted(state.order) != list(range(len(state.names))):
             raise ValueError("order is no permutation")
         for part, saved in parts:
             copy.copy(part).restore(saved)
     except StateError:
         raise
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise StateError(
             f"{operation}: got {source}, which is damaged ({type(error).__name__}: {reason_of(error)}); expected an undamaged "
             "one. Use another file, or save it again."

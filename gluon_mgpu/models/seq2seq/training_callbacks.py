@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Union
 
+from ...checkpoint.replace_folder import read_files
 from ...checkpoint.save_and_load import check_folder
 from ...checkpoint.snapshot import Snapshot
 from ...data import PairLoader, SentencePairs
@@ -15,6 +16,7 @@ from ...loop.batch_loop import EpochProgress
 from ...loop.callbacks import Callback, FitState, Progress
 from ...loop.history import History
 from ...loop.save_checkpoints import Checkpoint
+from ...runtime.untrusted_files import MOST_JSON
 from ...trainer.parameters import spans_devices
 from .translation_scores import translation_scores
 from .translator import PARTS, SIDES, Translator
@@ -103,12 +105,13 @@ class SaveTranslator(Checkpoint):
     def check_resumable(self, folder: Path) -> None:
         """Raise `StateError` if the run has learnt other vocabularies of the same size."""
         now = self._translator.source_vocabulary, self._translator.target_vocabulary
+        saved = read_files(folder.parent, {f"{side}.vocab": MOST_JSON for side in SIDES}, "SaveTranslator").contents
         for side, vocabulary in zip(SIDES, now):
-            path = folder.parent / f"{side}.vocab"
-            if path.is_file() and fingerprint(path.read_bytes()) != vocabulary.config()["fingerprint"]:
+            name = f"{side}.vocab"
+            if name in saved and fingerprint(saved[name]) != vocabulary.config()["fingerprint"]:
                 raise StateError(
-                    f"SaveTranslator: got another vocabulary than {path}; expected that of the run to resume. Pass its text, "
-                    "direction, seed and number of held-out pairs."
+                    f"SaveTranslator: got another vocabulary than {folder.parent / name}; expected that of the run to resume. "
+                    "Pass its text, direction, seed and number of held-out pairs."
                 )
 
     def _writing(self, snapshot: Snapshot) -> Callable[[Path], None]:

@@ -15,14 +15,15 @@ from ...checkpoint.manifest import MANIFEST, Files
 from ...checkpoint.replace_folder import explained, new_folder, read_files
 from ...checkpoint.rotation import INNER
 from ...checkpoint.save_and_load import check_folder, check_parameters, set_parameters
-from ...checkpoint.snapshot import FILES, Snapshot, content_of, take_snapshot
-from ...checks import instance, path_of, texts_of
+from ...checkpoint.snapshot import Snapshot, content_of, sizes_of, take_snapshot
+from ...checks import MOST, instance, path_of, texts_of
 from ...data import EOS, Vocabulary
 from ...data.text.vocabulary import fingerprint
 from ...devices.select import check_contexts
 from ...distributed.process import this_process
 from ...errors import DataError, StateError, TrainerError
 from ...runtime.new_files import new_file, sync
+from ...runtime.untrusted_files import MOST_JSON, values_of
 from ...trainer.trainer import Trainer
 from .. import Seq2Seq
 from .beam_search import Translation, translate
@@ -35,7 +36,7 @@ SIDES = ("source", "target")
 _ADVICE = "Use another folder"
 _OWN_FILES = (CONFIG_FILE, *(f"{side}.vocab" for side in SIDES))
 PARTS = (*_OWN_FILES, INNER)  # of the folder of a translator
-TRANSLATOR_FILES = (*_OWN_FILES, *(f"{INNER}/{name}" for name in FILES))
+_FORM = {"network": dict, "beam_size?": range(1, MOST), "length_ratio?": float, "*": object}  # of model.json
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ class Translator:
     def save_config(self, folder: PathLike) -> None:
         """Write model.json again, to a folder that `save` wrote."""
         path = Path(folder) / CONFIG_FILE
-        with explained("Translator.save_config", path, left="The file before stays."), new_file(path) as new:
+        with explained("Translator.save_config", path, left="The file before stays."), new_file(path, follow=False) as new:
             new.write_text(json.dumps(self.config(), indent=1), encoding="utf-8")
 
     def _as_text(self, sentence: List[int], found: Translation) -> TranslatedText:
@@ -240,7 +241,8 @@ def load_translator(folder: PathLike, ctx: Union[None, Context, Sequence[Context
     folder = path_of("load_translator", "folder", folder, error=StateError)
     if ctx is not None:
         check_contexts(list(ctx) if isinstance(ctx, (list, tuple)) else [ctx], "load_translator")
-    files = read_files(folder, TRANSLATOR_FILES, "load_translator")
+    sizes = {**dict.fromkeys(_OWN_FILES, MOST_JSON), **{f"{INNER}/{name}": most for name, most in sizes_of().items()}}
+    files = read_files(folder, sizes, "load_translator")
     missing = [name for name in _OWN_FILES if name not in files.contents]
     missing += [INNER] if f"{INNER}/{MANIFEST}" not in files.contents else []
     if missing:
@@ -250,7 +252,7 @@ def load_translator(folder: PathLike, ctx: Union[None, Context, Sequence[Context
         )
     content = content_of(files.inner(INNER), with_training=False)
     try:
-        config = json.loads(files.contents[CONFIG_FILE])
+        config = values_of(files.contents[CONFIG_FILE], _FORM, CONFIG_FILE)
         options, known = config["network"], [config[f"{side}_vocabulary"] for side in SIDES]
         num_layers = int(options.get("num_layers", 1))
         if num_layers > len(content.params):  # so many are made before they are compared

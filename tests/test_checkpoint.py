@@ -124,6 +124,35 @@ def test_a_parameter_without_axes(tmp_path):
         mx.npx.reset_np()
 
 
+BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
+
+
+@pytest.mark.parametrize("dtype", ["float16", BFLOAT16, "float64", "int32"], ids=str)
+def test_parameters_of_any_dtype(tmp_path, dtype):
+    """bfloat16 ended in an error of NumPy."""
+    net, other = (nn.Dense(2, in_units=3) for _ in range(2))
+    for one in (net, other):
+        one.cast(dtype)
+        one.initialize(mx.init.One(), ctx=cpus(2))
+    net.weight.set_data(mx.nd.array([[1.0, 2.0, 3.0]] * 2).astype(dtype))
+    mgpu.save_checkpoint(tmp_path / "c", net)
+    mgpu.load_checkpoint(tmp_path / "c", other)
+    assert other.weight.data(mx.cpu(1)).astype("float32").asnumpy().tolist() == [[1.0, 2.0, 3.0]] * 2
+
+
+def test_what_would_not_be_read_is_not_written(tmp_path, monkeypatch):
+    """Files are not read if they are larger than a network explains."""
+    net = dense(4)
+    monkeypatch.setattr(snapshot, "_MOST_OTHERS", 0)
+    with pytest.raises(StateError, match="bytes of states and of callbacks' arrays; expected"):
+        snapshot.take_snapshot(net, mgpu.Trainer(net, "sgd"), arrays={"mine/array": mx.nd.zeros(1000)})
+    monkeypatch.setattr("gluon_mgpu.checkpoint.manifest.MOST_JSON", 99)
+    assert "of progress.json; expected 99 at most" in told(mgpu.save_checkpoint, tmp_path / "c", net, None, {"text": "x" * 99})
+    for deep in ([10**50], json.loads("[" * 99 + "]" * 99)):
+        assert "JSON cannot hold" in told(mgpu.save_checkpoint, tmp_path / "c", net, None, {"text": deep})
+    assert list(tmp_path.iterdir()) == []
+
+
 # What is refused
 
 

@@ -82,7 +82,8 @@ class Snapshot:
         self.comparison.check()
         params = {name: array.asnumpy() for name, array in self.params.items()}
         losses = [array for name, array in self.arrays.items() if name.startswith(SUM) and name.split("/", 2)[2] == "loss"]
-        is_nan = any(np.isnan(array).any() for array in params.values())  # a mask of attention may hold -inf
+        # a mask of attention may hold -inf; NumPy cannot tell of bfloat16, the dtype with names
+        is_nan = any(np.isnan(array).any() for array in params.values() if not array.dtype.names)
         if is_nan or not all(np.isfinite(array.asnumpy()).all() for array in losses):
             step = (self.training or {}).get("place", {}).get("step")
             raise NonFiniteLossError(

@@ -14,7 +14,7 @@ from mxnet import optimizer as opt
 
 from ..checks import is_number
 from ..errors import StateError
-from ..runtime.untrusted_files import COUNT, check_form
+from ..runtime.untrusted_files import check_form
 
 # Set by Trainer and Update, or names of this run: counts are saved with the states, by the parameters' names.
 _NOT_KEPT = {"param_dict", "_all_index_update_counts", "_index_update_count", "idx2name", "sym_info", "rescale_grad"}
@@ -26,7 +26,7 @@ _MOVED_BY_OPTIMIZERS = {"num_update", "m_schedule", "last_lr", "cur_lr"}  # by M
 _FARTHEST = 2**20  # between the updates of the optimizer and of its parameters: MXNet's schedules count up to them one by one
 
 Description = Dict[str, Any]
-_DESCRIBED = {"class": str, "values": {"num_update?": COUNT, "*": object}}
+_DESCRIBED = {"class": str, "values": {"num_update?": range(2**31), "*": object}}
 FORM = {  # of a description
     **_DESCRIBED,
     "learning_rate": (None, lambda rate: is_number(rate) and abs(rate) < 3.4e38),  # a float32

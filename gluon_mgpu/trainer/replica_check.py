@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Dict, Sequence
 
 import mxnet as mx
+import numpy as np
 from mxnet import autograd
 from mxnet import optimizer as opt
 
@@ -73,6 +74,8 @@ def _any_differ(arrays: Sequence[Array]) -> bool:
 def _differ(first: Array, other: Array) -> Array:
     """Return 1, shape (1,), if a number differs, otherwise 0. NaN is equal to NaN."""
     one, two = (mx.nd.reshape(array.as_nd_ndarray(), shape=(-1,)) for array in (first, other.as_in_context(first.context)))
+    if one.dtype == np.bool_ or np.dtype(one.dtype).names:  # which MXNet cannot compare: bool, and bfloat16, a dtype with names
+        one, two = one.astype("float32"), two.astype("float32")
     return mx.nd.max((one != two) * ((one == one) + (two == two))).astype("float32")
 
 

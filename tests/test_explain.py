@@ -33,6 +33,8 @@ PRINTED = [  # messages as MXNet, CUDA, Python and others print them, each with 
     ("no-kernel-image", "vs. 0) : Name: mxnet_generic_kernel ErrStr:no kernel image is available for execution on the device"),
     ("cuda-after-fork", "src/storage/./pooled_storage_manager.h:84: CUDA: initialization error"),
     ("mixed-devices", "== default_ctx (gpu(0) vs. gpu(1)) CachedOp requires all inputs to live on the same context. But data"),
+    ("function-saves-weight", '  File "train.py", line 12, in forward\n    self.save_for_backward(weight)'),
+    ("no-step", "gluon_mgpu: no step for 120.3 s, after 0"),
     ("names-collide", "Cannot update self with other because they have different Parameters with the same name conv0"),
     ("shared-memory", "RuntimeError: DataLoader worker (pid 13) is killed by signal: Bus error."),
     ("horovod-not-built", "ImportError: Extension horovod.mxnet has not been built."),

@@ -16,8 +16,10 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as GluonSyncBatchNorm
 from ..checks import OF_WRONG_DATA, reason_of, short
 from ..errors import TrainerError
 from ..nested import Array, is_device_array, leaves, map_leaves
+from ..refusals import FOREACH
 from ..runtime.mxnet2 import is_mxnet2
 from ..trainer.parameters import blocks_of
+from ..trainer.wrong_graphs import wrong_operators
 from .batchnorm import SyncBatchNorm
 
 
@@ -152,12 +154,14 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
         names += labels
         symbol = [losses.as_nd_ndarray(), *map(mx.sym.BlockGrad, heads)]
     group = mx.sym.Group(symbol)
-    nodes = json.loads(group.tojson())["nodes"]
+    document = json.loads(group.tojson())
+    nodes = document["nodes"]
     operators = {node["op"] for node in nodes}
     if "Custom" in operators:
         raise NotCompilableError("an operator is written in Python (mx.operator.CustomOp)")
-    if loss is not None and any(node.get("attrs", {}).get("act_type") == "prelu" for node in nodes):
-        raise NotCompilableError("MXNet computes a wrong gradient of PReLU's slope in a graph, also after hybridize()")
+    for mode, name, _ in wrong_operators(document) if autograd.is_recording() else ():
+        if mode != FOREACH:
+            raise NotCompilableError(f"MXNet computes wrong gradients of {name} ({mode}) in a graph, also after hybridize()")
     params = {**net.collect_params(), **(loss.collect_params() if loss is not None else {})}
     used = {name: params[name] for name in group.list_inputs() if name in params}
     unknown = set(group.list_inputs()).difference(names, used)

@@ -18,6 +18,7 @@ from ..trainer.gradients import Gradients, empty_pass, note_size, one_pass
 from ..trainer.parameters import blocks_of
 from ..trainer.running_stats import note_losses
 from ..trainer.trainer import Trainer
+from ..trainer.wrong_graphs import check_graphs, hybrid_blocks
 from .batchnorm import run_shards
 from .graph import own_method, symbols_of
 from .sharding import Split
@@ -48,6 +49,7 @@ class Passes:
     is_compiled = in_parts = False
     draws: Optional[bool] = None
     shard_numbers: Optional[List[int]] = None
+    _is_checked = False  # whether a graph of the network computes wrong outputs
 
     def __init__(self, net: gluon.Block, loss: Any, *, trains: bool) -> None:
         self._net, self._loss, self._trains = net, loss, trains
@@ -79,7 +81,10 @@ class Passes:
             outputs, losses = run_shards(self._net, tasks), []
             if self._loss is not None:
                 losses = [call(operation, "loss", *shard, self._loss, one, shard[2]) for one, shard in zip(outputs, shards)]
-            return outputs, losses
+        if not self._is_checked:
+            check_graphs(operation, hybrid_blocks([self._net, self._loss]), trains=False)
+            self._is_checked = True
+        return outputs, losses
 
     def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
         """Compute the gradients of the losses that the latest forward pass has returned, in one pass over all devices."""
@@ -105,7 +110,9 @@ def decide_shapes(operation: str, net: gluon.Block, Xs: Sequence[Any], ys: Seque
     with forgetting_graphs(net):
         if getattr(net, "_active", False) and not own_method(net):
             symbols_of(net, Xs[:1])  # a graph of all that training reaches, which the prediction then uses
-        Passes(net, None, trains=False).forward(operation, Xs[:1], ys[:1])
+        passes = Passes(net, None, trains=False)
+        passes._is_checked = True  # shapes are right in any graph
+        passes.forward(operation, Xs[:1], ys[:1])
 
 
 def backward(losses: Sequence[Array]) -> None:

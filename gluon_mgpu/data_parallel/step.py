@@ -213,6 +213,7 @@ class TrainStep:
         flag(operation, "ignore_stale_grad", ignore_stale_grad)
         self._asked = (net, loss, split_f, ignore_stale_grad, micro_steps, trainer.virtual_shards)
         micro_steps = whole_number(operation, "micro_steps", micro_steps, advice="1 is one batch.")
+        trainer.gradients.watch(net, loss, *(stage.block for stage in getattr(net, "stages", ())))
         self.passes = make_passes(operation, net, loss, compiled, trainer=trainer, kept=trainer.kept)
         num_virtual = (trainer.virtual_shards or 0) * micro_steps
         split = as_split(operation, split_f, num_virtual)

@@ -258,10 +258,16 @@ class Gradients:
         self._layout.follow()
         self._follow(looks=False)
 
+    def watch(self, *blocks: object) -> None:
+        """Check the graphs of a network and a loss in addition to those of the trainer's network."""
+        self._layout.watch(*blocks)
+
     def fix(self, *, looks: bool) -> None:
         """Look at the parameters no more for this batch; now once more, after a forward pass that runs Python."""
         if looks:
             self._layout.look()
+            if self._layout.has_new_graphs:
+                self._layout.check_graphs()
         self.is_fixed = True
 
     @contextmanager
@@ -286,7 +292,7 @@ class Gradients:
 
     def _of_step(self) -> Table:
         """Return which gradients are fresh, for a step; raise `TrainerError` if their passes are ambiguous."""
-        self._layout.follow(looks=not self.is_fixed)
+        self._layout.follow(looks=not self.is_fixed, by_hand=not self.is_fixed)
         self._is_lost = self._follow(looks=False) or self._is_lost
         fresh = self._read()
         if not (fresh.any() or (len(fresh) and self._doubt == _PARTS)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from operator import attrgetter, is_not
-from typing import Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 from mxnet import Context, gluon
@@ -12,9 +12,10 @@ from mxnet import Context, gluon
 from ..errors import TrainerError
 from ..nested import Array, num_bytes
 from .parameters import Params, blocks_of, check_initialised, named_params, spans_devices
-from .slab import Bucket, Slab, multipliers_of, place, place_of, slab_of, slabs_of
+from .slab import Bucket, Slab, blocks_with, multipliers_of, place, place_of, slab_of, slabs_of
+from .wrong_graphs import check_graphs, hybrid_blocks
 
-_GRAD = attrgetter("_grad")
+_GRAD, _GRAPH = attrgetter("_grad"), attrgetter("_cached_op")
 
 
 class Layout:
@@ -63,6 +64,8 @@ class Layout:
         Of all trainable parameters.
     everywhere : list of Slab
         The same without owners: all devices get the sum.
+    has_new_graphs : bool
+        Whether a block of the network was traced since its graphs were checked.
     version : int
         It has grown if `look` has found that Gluon has made new arrays, or the user has set a multiplier.
 
@@ -105,20 +108,39 @@ class Layout:
         self._seen: List[Optional[List[Array]]] = []  # Gluon's lists of gradients
         self._multipliers: List[Tuple[float, float]] = []
         self.version = self._placed = 0
+        self._roots: List[Any] = [params] if self.structural else []
+        self._hybrid: List[gluon.HybridBlock] = []
+        self._graphs: List[object] = []  # theirs, which were checked
+        self.has_new_graphs, self._is_searched = True, False
 
-    def follow(self, *, looks: bool = True) -> None:
+    def follow(self, *, looks: bool = True, by_hand: bool = False) -> None:
         """Update the places where Gluon has made new arrays, or the first batch has decided shapes.
 
-        Without `looks`, as `look` has found it before.
+        Without `looks`, as `look` has found it before. With `by_hand`, any block may have computed the gradients.
 
         Raises
         ------
         TrainerError
-            A parameter was moved to other devices.
+            A parameter was moved to other devices, or MXNet computes wrong gradients in a graph of the network.
         """
         if (looks and self.has_changed()) or self.version != self._placed or not self._at_first:
             self._check_unmoved()
             self.place()
+        if self.has_new_graphs:
+            self.check_graphs()
+        if by_hand and not self._is_searched:  # once: it looks at all objects of the process
+            check_graphs("Trainer", blocks_with(set(map(id, self.params))), trains=True)
+            self._is_searched = True
+
+    def watch(self, *blocks: Any) -> None:
+        """Check the graphs of these blocks in addition to those of the network."""
+        self._roots, self.has_new_graphs = [*self._roots[: self.structural], *blocks], True
+
+    def check_graphs(self) -> None:
+        """Raise `ModesError` if MXNet computes wrong gradients in a graph of the network; again if there is another one."""
+        self._hybrid = hybrid_blocks(self._roots)
+        check_graphs("Trainer", self._hybrid, trains=True)
+        self._graphs, self.has_new_graphs = list(map(_GRAPH, self._hybrid)), False
 
     def place(self) -> None:
         """Put parameters into buckets that have no place yet, and divide the trainable ones into slabs."""
@@ -154,6 +176,8 @@ class Layout:
         multipliers = list(map(multipliers_of, self.params))  # no Python call for each
         if any(map(is_not, map(_GRAD, self.params), self._seen)) or multipliers != self._multipliers:
             self._seen, self._multipliers, self.version = list(map(_GRAD, self.params)), multipliers, self.version + 1
+            self.has_new_graphs = True  # PReLU's slope may be trained now
+        self.has_new_graphs = self.has_new_graphs or any(map(is_not, map(_GRAPH, self._hybrid), self._graphs))
         return self.version
 
     def has_changed(self) -> bool:

@@ -210,8 +210,7 @@ def forget_graphs(placed: Set[int]) -> bool:
     block than the parameters, such as one that wraps theirs, and a trainer of a list of parameters knows no block. So all blocks
     of the process are searched, at the few times when parameters move.
     """
-    # Entries are (is input, value), and in MXNet 2 (is input, name, value).
-    stale = [one for one in _compiled_blocks() if any(not entry[0] and id(entry[-1]) in placed for entry in one._cached_op_args)]
+    stale = blocks_with(placed)
     if stale:
         mx.nd.waitall()  # once: their operations must not be deleted while they run
     for block in stale:
@@ -225,11 +224,13 @@ def forget_graphs(placed: Set[int]) -> bool:
     return any(dict(block._flags).get("static_shape") for block in stale)
 
 
-def _compiled_blocks() -> List[gluon.HybridBlock]:
-    """Return the blocks of this process that have graphs now."""
+def blocks_with(placed: Set[int]) -> List[gluon.HybridBlock]:
+    """Return the blocks of this process whose graphs read one of these parameters, by their ids."""
     gc.unfreeze()  # get_objects() does not list frozen objects
     blocks = [thing for thing in gc.get_objects() if issubclass(type(thing), gluon.HybridBlock)]  # calls nothing of the things
-    return [block for block in blocks if getattr(block, "_cached_op", None) is not None]
+    compiled = [block for block in blocks if getattr(block, "_cached_op", None) is not None]
+    # Entries are (is input, value), and in MXNet 2 (is input, name, value).
+    return [one for one in compiled if any(not entry[0] and id(entry[-1]) in placed for entry in one._cached_op_args)]
 
 
 def slabs_of(params: Sequence[gluon.Parameter], indices: Sequence[int], contexts: Sequence[Context]) -> List[Slab]:

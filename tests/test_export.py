@@ -12,9 +12,11 @@ import mxnet as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from gluon_mgpu.checkpoint.params_file import write_params
 from gluon_mgpu.cli import main
 from gluon_mgpu.errors import TrainerError
 from gluon_mgpu.exporters import onnx_translator
+from gluon_mgpu.exporters.onnx_operators import OPERATORS
 from gluon_mgpu.trainer.parameters import blocks_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -316,7 +318,7 @@ def test_a_file_that_differs_is_not_left_behind(tmp_path, path):
     with pytest.MonkeyPatch.context() as patch:
         found = [np.full((5, 9), np.nan)]
         patch.setattr("gluon_mgpu.exporters.export.run_onnx", lambda *args: [found])
-        patch.setattr("gluon_mgpu.exporters.export.run_symbol", lambda *args: found)
+        patch.setattr("gluon_mgpu.exporters.export.run_symbol", lambda *args: [found])
         with pytest.raises(TrainerError, match="expected at most 0.0001"):
             mgpu.export(net, tmp_path / path, X)
         for name in ("run_onnx", "run_symbol"):
@@ -328,6 +330,55 @@ def test_a_file_that_differs_is_not_left_behind(tmp_path, path):
 
 def interrupt(*args):
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("sample", [np.zeros((2, 4)), np.ones((2, 4), "float32"), np.eye(2, 4)], ids=["zeros", "ones", "eye"])
+def test_random_values_are_compared_too(tmp_path, monkeypatch, sample):
+    """Files that are right for 0 and 1. No global generator moves."""
+    pytest.importorskip("onnx")
+    net = nn.HybridLambda(lambda F, x: F.square(x))
+    mgpu.export(net, tmp_path / "net.onnx", sample)
+    mx.random.seed(0)
+    drawn, state = mx.nd.random.uniform(shape=4).asnumpy(), np.random.get_state()[1].copy()
+    mx.random.seed(0)
+    monkeypatch.setitem(OPERATORS, "square", lambda operator: operator.end("Abs", *operator.inputs))
+    with pytest.raises(TrainerError, match="differ from the network's"):
+        mgpu.export(net, tmp_path / "wrong.onnx", sample)
+    assert not (tmp_path / "wrong.onnx").exists()
+    assert np.array_equal(np.random.get_state()[1], state) and np.array_equal(mx.nd.random.uniform(shape=4).asnumpy(), drawn)
+
+
+def test_random_values_are_compared_of_symbol_files(tmp_path, monkeypatch):
+    def doubled(file, named, **options):
+        write_params(file, {name: 2 * value for name, value in named.items()}, **options)
+
+    monkeypatch.setattr("gluon_mgpu.exporters.symbol_files.write_params", doubled)
+    with pytest.raises(TrainerError, match="differ from the network's"):
+        mgpu.export(initialized(nn.Dense(3)), tmp_path / "net", np.zeros((2, 4), "float32"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "function, sample",
+    [
+        (lambda F, x, i: F.gather_nd(x, i), (images(2)[:, 0, 0], np.zeros((2, 3), "float32"))),
+        (lambda F, x, i: F.SequenceLast(x, i, use_sequence_length=True), (images(5)[:, 0], np.full(6, 2, "float32"))),
+        (lambda F, x, i: F.take(x, i), (images(5)[:, 0, 0], np.int32([4, 1]))),
+        (lambda F, x: F.log(x) + F.sqrt(x), np.ones((2, 3), "float32")),
+        (lambda F, x: F.sqrt(x), np.zeros((2, 3), "float32")),
+    ],
+    ids=["indices", "lengths", "integers", "ones", "zeros"],
+)
+def test_random_values_are_some_that_the_network_accepts(tmp_path, caplog, function, sample):
+    pytest.importorskip("onnx")
+    mgpu.export(nn.HybridLambda(function), tmp_path / "net.onnx", sample)
+    assert "only the sample" not in caplog.text
+
+
+def test_a_network_that_rejects_random_values(tmp_path, caplog):
+    net = nn.HybridLambda(lambda F, x: F.log(F.slice_axis(x, axis=1, begin=1, end=2) - F.slice_axis(x, axis=1, begin=0, end=1)))
+    assert mgpu.export(net, tmp_path / "net", np.tile(np.float32([0, 1]), (9, 1))).difference == 0
+    assert "only the sample is compared" in caplog.text
 
 
 class Python(nn.HybridBlock):

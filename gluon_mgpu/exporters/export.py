@@ -21,9 +21,9 @@ from ..runtime.environment import logger, require
 from ..runtime.mxnet2 import require_mxnet1
 from ..runtime.new_files import new_file
 from .export_translator import FILES, graphs_of, write_rest
-from .sampled_graph import ExportGraph, arguments_of, check_exportable, in_plain_form, legacy_mode, trace
+from .sampled_graph import ExportGraph, Trial, arguments_of, check_exportable, in_plain_form, legacy_mode, trace
 from .symbol_files import files_of, run_symbol, write_symbol
-from .write_onnx import Group, OpenAxes, open_axes, run_onnx, write_onnx
+from .write_onnx import Group, open_axes, run_onnx, write_onnx
 
 TOLERANCE = 1e-4
 _SMALLEST = 1e-30  # an output's largest value that still has all digits of float32 in both programs
@@ -83,7 +83,8 @@ def export(
         One batch as the network takes it: MXNet or NumPy arrays. A tuple holds one argument each, which may be nested. Of a
         `Translator`, it is not used.
     check : bool
-        Compare the file with the network. Otherwise `onnxruntime` is not required.
+        Compare the file with the network, for the sample and for random values in its range (integers: some of the sample's
+        own). Otherwise `onnxruntime` is not required.
     tolerance : float
         The largest difference, divided by the output's largest absolute value.
     dynamic_axes : list of lists of (str, int), optional
@@ -148,7 +149,7 @@ def _export_symbol(graph: ExportGraph, path: Path, check: bool, tolerance: float
         if not graph.is_np:
             stack.enter_context(legacy_mode())
         write_symbol(graph, *new)
-        difference = _compared("symbol", run_symbol(graph, *new), graph.outputs, tolerance) if check else None
+        difference = _largest("symbol", run_symbol(graph, *new), graph.trials, tolerance) if check else None
         return Exported(files, difference, {name: value.shape for name, value in graph.inputs.items()})
 
 
@@ -161,7 +162,8 @@ def _export_onnx(graph: ExportGraph, path: Path, check: bool, tolerance: float, 
             for chosen in filter(None, choices):
                 try:
                     write_onnx(graph, file, chosen)
-                    difference = _checked_onnx(graph, file, chosen, tolerance) if check else None
+                    trials = [*graph.trials, *chosen.trials]
+                    difference = _largest("onnx", run_onnx(file, trials), trials, tolerance) if check else None
                     break
                 except TrainerError:
                     if chosen is choices[-1]:
@@ -189,11 +191,9 @@ def _export_translator(translator: Translator, path: Path, check: bool, toleranc
     return Exported(tuple(path / name for name in FILES), max(differences, default=None), inputs)
 
 
-def _checked_onnx(graph: ExportGraph, file: Path, axes: OpenAxes, tolerance: float) -> float:
-    """Return the largest difference for the sample, and for other sizes of the open axes."""
-    trials = [(graph.inputs, graph.outputs), *axes.trials]
-    found = run_onnx(file, [inputs for inputs, _ in trials])
-    return max(_compared("onnx", one, outputs, tolerance) for one, (_, outputs) in zip(found, trials))
+def _largest(format: str, found: Sequence[Sequence[np.ndarray]], trials: Sequence[Trial], tolerance: float) -> float:
+    """Return the largest difference of the trials."""
+    return max(_compared(format, one, outputs, tolerance) for one, (_, outputs) in zip(found, trials))
 
 
 def _compared(format: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray], tolerance: float) -> float:

@@ -17,7 +17,7 @@ from ..models.seq2seq.translator import Translator
 from ..trainer.parameters import average_replicas, devices_of
 from ..trainer.replica_check import ReplicaComparison
 from . import onnx_translator
-from .sampled_graph import ExportGraph, array_on, complete, legacy_mode
+from .sampled_graph import ExportGraph, Inputs, Outputs, array_on, complete, legacy_mode
 from .write_onnx import Group
 
 CONFIG_FILE, PROGRAM = "translator.json", "translate.py"
@@ -53,12 +53,12 @@ def graphs_of(net: Seq2Seq) -> Dict[str, Tuple[ExportGraph, List[Group]]]:
     token = rng.randint(0, net.target_vocab_size, (_BATCH, 1)).astype("int32")
 
     @legacy_mode()
-    def encode(inputs: Dict[str, np.ndarray]) -> List[np.ndarray]:
+    def encode(inputs: Inputs) -> Outputs:
         state, (keys, values, _) = net.encode(array_on(context, inputs["source"]), array_on(context, inputs["lengths"]))
         return [one.asnumpy() for one in (*state, keys, values)]
 
     @legacy_mode()
-    def decode(inputs: Dict[str, np.ndarray]) -> List[np.ndarray]:
+    def decode(inputs: Inputs) -> Outputs:
         given = {name: array_on(context, value) for name, value in inputs.items()}
         state = tuple(given[f"state{i}"] for i in range(len(given) - 4))
         scores, after, weights = net.decode(given["token"], state, (given["keys"], given["values"], given["lengths"]))
@@ -68,8 +68,8 @@ def graphs_of(net: Seq2Seq) -> Dict[str, Tuple[ExportGraph, List[Group]]]:
     *state, keys, values = encode(read)
     states = {f"state{i}": one for i, one in enumerate(state)}
     written = {"token": token, "keys": keys, "values": values, "lengths": lengths, **states}
-    encoder = complete(_encoder(net), net, read, [*state, keys, values], encode)
-    decoder = complete(_decoder(net, len(state)), net, written, decode(written), decode)
+    encoder = complete(_encoder(net), net, read, encode)
+    decoder = complete(_decoder(net, len(state)), net, written, decode)
     return {
         "encoder": (encoder, [[("source", 0), ("lengths", 0)], [("source", 1)]]),
         "decoder": (decoder, [[(name, 0) for name in written], [("keys", 1), ("values", 1)]]),

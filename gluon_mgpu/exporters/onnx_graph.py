@@ -37,6 +37,8 @@ _LEGACY = {
     **{f"_{legacy}": f"broadcast_{legacy}" for legacy in _COMPARISON.values()},
 }
 _ATTRIBUTES = {"_npi_concatenate": ("axis", "dim"), "_np_reshape": ("newshape", "shape"), "_npx_reshape": ("newshape", "shape")}
+_UNSET = ("", "None", "[]", "C", "NCW")  # what converters do by themselves; of layouts, they know the names of longer ones
+_OTHERWISE = (("_linalg_gemm2", "axis", "-2"), ("_contrib_ROIAlign", "sample_ratio", "-1"))  # and of these, the default
 _SHAPE_CODES = {-2: 0, -4: -2, -5: -3, -6: -4}  # of npx.reshape, and of Reshape
 
 
@@ -53,15 +55,13 @@ def prepared(traced: ExportGraph) -> Tuple[Any, Dict[str, np.ndarray]]:
     graph.get("attrs", {}).pop("is_np_shape", None)
     for node in graph["nodes"]:
         _rename(node)
+        if node["op"] != "null":
+            _complete(node)
     _name_apart(graph)
     values = dict(traced.params)
     for node in [node for node in graph["nodes"] if node["op"] == "RNN"]:
-        index = node["inputs"][1][0]
-        source = graph["nodes"][index]
-        if source["op"] == "null" and source["name"] in values:
-            continue
-        name = f"{node['name']}_parameters"
-        values[name] = _value(graph, index, traced.params)
+        index, name = node["inputs"][1][0], f"{node['name']}_parameters"
+        values[name] = _value(graph, index, values)
         graph["nodes"][index] = {"op": "null", "name": name, "inputs": []}
     symbol = mx.sym.load_json(json.dumps(_with_arguments(graph), ensure_ascii=False))
     return symbol, {name: value for name, value in values.items() if name in symbol.list_inputs()}
@@ -95,8 +95,6 @@ def _name_apart(graph: Dict[str, Any]) -> None:
 def _rename(node: Node) -> None:
     """Make a node an operator for legacy arrays."""
     old = node["op"]
-    if node.get("attrs", {}).get("layout") == "NCW":  # MXNet's converters compute it, but accept 2-D and 3-D layouts by name
-        del node["attrs"]["layout"]
     if old not in _LEGACY:
         return
     attributes = node.setdefault("attrs", {})
@@ -109,9 +107,19 @@ def _rename(node: Node) -> None:
         attributes["shape"] = str(tuple(_SHAPE_CODES.get(code, code) for code in codes))
     if node["op"] == "Concat":
         attributes["num_args"] = str(len(node["inputs"]))
-    for name in [name for name in attributes if name in ("initial", "dtype", "order", "a_min", "axes")]:
-        if attributes[name] in ("None", "C"):
-            del attributes[name]
+
+
+def _complete(node: Node) -> None:
+    """Write all attributes of a node, and yes and no as True and False: MXNet's converters assume other defaults and forms."""
+    found = mx.operator.get_operator_arguments(node["op"])
+    kinds = dict(zip(found.names, found.types))
+    values = {name: kind.rpartition("default=")[2].strip("'") for name, kind in kinds.items() if "default=" in kind}
+    values.update(node.get("attrs", {}))
+    node["attrs"] = {
+        name: str(value in ("1", "True", "true")) if kinds.get(name, "").startswith("boolean") else value
+        for name, value in values.items()
+        if value not in _UNSET and (node["op"], name, value) not in _OTHERWISE
+    }
 
 
 def _with_arguments(graph: Dict[str, Any]) -> Dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
@@ -42,24 +42,11 @@ class Operator:
         What the converter adds.
     """
 
-    def __init__(
-        self,
-        onnx: Any,
-        nodes: Sequence[Node],
-        index: int,
-        known: Sequence[Sequence[Output]],
-        shapes: Any,
-        params: Any,
-        is_np: bool,
-    ) -> None:
-        node = nodes[index]
-        places = [place[:2] for place in node["inputs"]]
+    def __init__(self, onnx: Any, node: Node, read: Sequence[Tuple[str, Output, Any]], params: Any, is_np: bool) -> None:
         self.onnx, self.name, self.params, self.is_np = onnx, node["name"], params, is_np
         self.attrs = {name: parsed(value) for name, value in node.get("attrs", {}).items()}
-        self.sources = [nodes[source]["op"] for source, _ in places]
-        self.inputs = [known[source][number].name for source, number in places]
-        self.dtypes = [known[source][number].dtype for source, number in places]
-        self.shapes = [shapes[nodes[source]["name"]][number] for source, number in places]
+        self.sources, self.shapes = [source for source, _, _ in read], [shape for _, _, shape in read]
+        self.inputs, self.dtypes = [value.name for _, value, _ in read], [value.dtype for _, value, _ in read]
         self.outputs, self.result = [self.name], self.dtypes[:1] * 100
         self.nodes: List[Any] = []
         self.constants: List[Any] = []
@@ -125,11 +112,11 @@ def _reduced(kind: str, op: Operator) -> None:
 
 
 def _batch_norm(op: Operator) -> None:
-    axis = op.attrs.get("axis", 1) % len(op.shapes[0])
+    axis = op.attrs["axis"] % len(op.shapes[0])
     data, gamma, *rest = op.inputs
-    if op.attrs.get("fix_gamma", True):
+    if op.attrs["fix_gamma"]:
         gamma = op.constant(np.ones(op.shapes[0][axis]), op.dtypes[1])
-    epsilon = float(op.attrs.get("eps", 1e-3))
+    epsilon = float(op.attrs["eps"])
     if axis == 1:
         op.end("BatchNormalization", data, gamma, *rest, epsilon=epsilon)
         return
@@ -142,16 +129,16 @@ def _batch_norm(op: Operator) -> None:
 def _group_norm(op: Operator) -> None:
     """Convert GroupNorm: MXNet has one gamma and beta for each group, not for each channel."""
     shape = op.add("Shape", op.inputs[0])
-    grouped = op.add("Reshape", op.inputs[0], op.constant([0, op.attrs.get("num_groups", 1), -1]))
-    normal = op.add("InstanceNormalization", grouped, *op.inputs[1:], epsilon=float(op.attrs.get("eps", 1e-5)))
+    grouped = op.add("Reshape", op.inputs[0], op.constant([0, op.attrs["num_groups"], -1]))
+    normal = op.add("InstanceNormalization", grouped, *op.inputs[1:], epsilon=float(op.attrs["eps"]))
     op.end("Reshape", normal, shape)
 
 
 def _l2_normalization(op: Operator) -> None:
     rank = len(op.shapes[0])
-    axes = {"instance": range(1, rank), "channel": range(1, 2), "spatial": range(2, rank)}[op.attrs.get("mode", "instance")]
+    axes = {"instance": range(1, rank), "channel": range(1, 2), "spatial": range(2, rank)}[op.attrs["mode"]]
     squares = op.add("ReduceSumSquare", op.inputs[0], axes=list(axes), keepdims=1)
-    total = op.add("Add", squares, op.constant(op.attrs.get("eps", 1e-10), op.dtypes[0]))
+    total = op.add("Add", squares, op.constant(op.attrs["eps"], op.dtypes[0]))
     op.end("Div", op.inputs[0], op.add("Sqrt", total))
 
 
@@ -165,9 +152,9 @@ def _embedding(op: Operator) -> None:
 
 def _one_hot(op: Operator) -> None:
     """Convert one_hot: indices out of range, such as -1, give no one."""
-    dtype = op.attrs.get("dtype", "float32")
+    dtype = op.attrs["dtype"]
     index = op.add("Unsqueeze", op.add("Cast", op.inputs[0], to=op.code("int64")), op.constant([-1]))
-    values = [op.constant(op.attrs.get(name, default), dtype) for name, default in (("on_value", 1), ("off_value", 0))]
+    values = [op.constant(op.attrs[name], dtype) for name in ("on_value", "off_value")]
     op.end("Where", op.add("Equal", index, op.constant(np.arange(op.attrs["depth"]))), *values)
     op.result = [np.dtype(dtype)]
 
@@ -183,7 +170,7 @@ def _leaky_relu(op: Operator) -> Any:
 
 def _softmax(op: Operator) -> None:
     """Convert softmax. MXNet's converter overflows unless the axis is the last; what is beyond a length has no share."""
-    axis, rank, dtype = op.attrs.get("axis", -1) % len(op.shapes[0]), len(op.shapes[0]), op.dtypes[0]
+    axis, rank, dtype = op.attrs["axis"] % len(op.shapes[0]), len(op.shapes[0]), op.dtypes[0]
     data, temperature = op.inputs[0], op.attrs.get("temperature")
     if temperature:
         data = op.add("Div", data, op.constant(temperature, dtype))
@@ -220,7 +207,7 @@ def _adaptive_pooling(op: Operator) -> None:
 
 def _last(op: Operator) -> None:
     """Convert SequenceLast: what is last within its length comes first after a reversal."""
-    axis, by_length = op.attrs.get("axis", 0), bool(op.attrs.get("use_sequence_length"))
+    axis, by_length = op.attrs["axis"], bool(op.attrs.get("use_sequence_length"))
     read = op.inputs[0]
     if by_length:
         lengths = op.add("Cast", op.inputs[1], to=op.code("int64"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from ast import literal_eval
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
@@ -17,11 +17,16 @@ from ..checks import OF_WRONG_DATA, explaining, instance, reason_of, short
 from ..data_parallel.batchnorm import SyncBatchNorm
 from ..errors import NestedError, TrainerError
 from ..nested import Array, is_device_array, map_leaves
+from ..runtime.environment import logger
 from ..trainer.parameters import average_replicas, blocks_of, devices_of, spans_devices
 from ..trainer.precision import precision_of, set_precision
 from ..trainer.replica_check import ReplicaComparison
 
 _FLOATS = ("float16", "bfloat16", "float64")
+_COUNTED = ("index", "indices", "length", "rois", "sequence_length")  # arguments of which MXNet may read beyond its memory
+Inputs = Dict[str, np.ndarray]
+Outputs = List[np.ndarray]
+Trial = Tuple[Inputs, Outputs]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,19 +41,19 @@ class ExportGraph:
         The sample, by the names of the graph's inputs.
     params : dict of str to numpy.ndarray
         Weights and running statistics by the names in the graph.
-    outputs : list of numpy.ndarray
-        The network's, for the sample.
     run : callable (inputs) -> outputs
         The network itself, for other inputs.
+    trials : list of (inputs, outputs)
+        What a file must compute: the network's outputs for the sample, and for random values of its shapes.
     is_np : bool
         Whether the network takes np arrays.
     """
 
     symbol: Any
-    inputs: Dict[str, np.ndarray]
-    params: Dict[str, np.ndarray]
-    outputs: List[np.ndarray]
-    run: Callable[[Dict[str, np.ndarray]], List[np.ndarray]]
+    inputs: Inputs
+    params: Inputs
+    run: Callable[[Inputs], Outputs]
+    trials: List[Trial]
     is_np: bool = False
 
     def nodes(self) -> List[Dict[str, Any]]:
@@ -156,22 +161,20 @@ def in_plain_form(net: gluon.Block) -> Iterator[None]:
             set_precision(net, precision)
 
 
-def predict_sample(net: gluon.Block, arguments: Sequence[Any]) -> List[np.ndarray]:
-    """Return the network's outputs for a sample, flat."""
+def predict_sample(net: gluon.Block, arguments: Sequence[Any]) -> None:
+    """Run a network for a sample, which decides shapes, and make its devices equal."""
     expected = "data of a shape and dtype that the network accepts"
     with explaining("export", "a sample that the network rejects", expected, advice="Pass one batch."):
         mx.nd.waitall()  # a static graph writes running statistics without telling the engine
-        outputs = _predicted(net, arguments)  # decides shapes
+        outputs = _predicted(net, arguments)
         if list(net.collect_params()) and len(devices_of(net)) > 1:
             average_replicas(net)
             ReplicaComparison("export", net).check()
-            outputs = _predicted(net, arguments)
     if any(array.dtype.names for array in outputs):  # a structure of one number of 16 bits, which NumPy cannot compute with
         raise TrainerError(
             "export: got outputs in bfloat16; expected float32, in which the file is compared. amp.init() changed MXNet's "
             "operators in this process: load the parameters in another one, and export there. set_precision needs no such step."
         )
-    return outputs
 
 
 def trace(net: gluon.Block, arguments: Sequence[Any]) -> ExportGraph:
@@ -182,7 +185,7 @@ def trace(net: gluon.Block, arguments: Sequence[Any]) -> ExportGraph:
     TrainerError
         The network rejects the sample, or its Python code cannot be run with symbols.
     """
-    outputs = predict_sample(net, arguments)
+    predict_sample(net, arguments)
     try:
         data, symbol = _Whole(net)._get_graph(*arguments)
     except (mx.MXNetError, AssertionError, NotImplementedError, *OF_WRONG_DATA) as error:
@@ -194,35 +197,50 @@ def trace(net: gluon.Block, arguments: Sequence[Any]) -> ExportGraph:
     flat, form = _flatten(list(arguments), "input")
     arrays = dict(zip([one.name for one in data], [array for array in flat if array is not None]))
 
-    def run(inputs: Dict[str, np.ndarray]) -> List[np.ndarray]:
+    def run(inputs: Inputs) -> Outputs:
         others = iter([array_on(array.context, inputs[name]) if name in inputs else array for name, array in arrays.items()])
         return _predicted(net, _regroup([None if array is None else next(others) for array in flat], form))
 
-    return complete(classic, net, {name: array.asnumpy() for name, array in arrays.items()}, outputs, run)
+    return complete(classic, net, {name: array.asnumpy() for name, array in arrays.items()}, run)
 
 
-def complete(
-    symbol: Any,
-    net: gluon.Block,
-    inputs: Dict[str, np.ndarray],
-    outputs: List[np.ndarray],
-    run: Callable[[Dict[str, np.ndarray]], List[np.ndarray]],
-) -> ExportGraph:
-    """Return a graph with the values of the parameters that it reads."""
+def complete(symbol: Any, net: gluon.Block, inputs: Inputs, run: Callable[[Inputs], Outputs]) -> ExportGraph:
+    """Return a graph with the values of the parameters that it reads, and what it must compute."""
     params = {param.name: param for param in net.collect_params().values()}
     read = [name for name in symbol.list_inputs() if name not in inputs]
-    unknown = [name for name in read if name not in params]
-    if unknown or "Custom" in {node["op"] for node in json.loads(symbol.tojson())["nodes"]}:
+    unknown, nodes = [name for name in read if name not in params], json.loads(symbol.tojson())["nodes"]
+    if unknown or "Custom" in {node["op"] for node in nodes}:
         found = f"reads {', '.join(unknown[:3])}, which no layer holds" if unknown else "has an operator written in Python"
         raise TrainerError(
             f"export: got a {type(net).__name__} whose graph {found}; expected MXNet's own operators. Replace that layer."
         )
     values = {name: params[name].list_data()[0].asnumpy() for name in read}
     used = {name: value for name, value in inputs.items() if name in symbol.list_inputs()}
-    return ExportGraph(symbol, used, values, outputs, run, mx.util.is_np_array())
+    reads = [zip(node["inputs"], mx.operator.get_operator_arguments(node["op"]).names) for node in nodes if node["op"] != "null"]
+    counted = {nodes[place[0]]["name"] for pairs in reads for place, argument in pairs if argument in _COUNTED}
+    rng, trials = np.random.RandomState(0), [(used, run(used))]
+    for least in (0, -1):
+        with suppress(Exception):  # whatever a network raises for values that do not belong together
+            drawn = {name: value if name in counted else _drawn(value, rng, least) for name, value in used.items()}
+            trials += [(drawn, found) for found in [run(drawn)] if all(np.isfinite(one).all() for one in found)]
+    if len(trials) < 2:
+        logger.warning("export: only the sample is compared: the network fails, or gives NaN, for random values of its range")
+    return ExportGraph(symbol, used, values, run, trials, mx.util.is_np_array())
 
 
-def _predicted(net: gluon.Block, arguments: Sequence[Any]) -> List[np.ndarray]:
+def _drawn(value: np.ndarray, rng: np.random.RandomState, least: int) -> np.ndarray:
+    """Return random values of an array's shape, in its range; integers are some of its own.
+
+    Floats that are all 0 become others from `least` to 1. Those that are all c become c to c + 1.
+    """
+    low, high = value.min(), value.max()
+    if value.dtype.kind in "biu" or not np.isfinite(value).all():
+        return np.asarray(rng.choice(value.ravel(), value.shape))
+    low, high = (low or least, low + 1) if low == high else (low, high)
+    return np.asarray(rng.uniform(low, high, value.shape), value.dtype)
+
+
+def _predicted(net: gluon.Block, arguments: Sequence[Any]) -> Outputs:
     with autograd.pause(train_mode=False):
         return [array.asnumpy() for array in _flatten(net(*arguments), "output")[0]]
 

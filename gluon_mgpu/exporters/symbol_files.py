@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import List, Tuple
 
 import mxnet as mx
-import numpy as np
 from mxnet import autograd, gluon
+from mxnet.gluon.block import _flatten
 
 from ..checkpoint.params_file import write_params
 from ..checks import explaining
-from .sampled_graph import ExportGraph
+from .sampled_graph import ExportGraph, Outputs, array_on
 
 
 def files_of(prefix: Path) -> Tuple[Path, Path]:
@@ -35,15 +35,13 @@ def write_symbol(graph: ExportGraph, symbol_file: Path, params_file: Path) -> No
         write_params(file, named, np_shape=graph.is_np)
 
 
-def run_symbol(graph: ExportGraph, symbol_file: Path, params_file: Path) -> List[np.ndarray]:
-    """Return the outputs of the files for the graph's sample."""
+def run_symbol(graph: ExportGraph, symbol_file: Path, params_file: Path) -> List[Outputs]:
+    """Return the outputs of the files for each trial of the graph."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it cannot tell the dtype of the data, which is known when the block is called
         block = gluon.SymbolBlock.imports(
             str(symbol_file), list(graph.inputs), str(params_file) if graph.params else None, ctx=mx.cpu()
         )
-    array = mx.np.array if graph.is_np else mx.nd.array
-    expected = "a graph that MXNet runs"
-    with autograd.pause(train_mode=False), explaining("export", "symbol files", expected, advice="Export an .onnx file."):
-        found = block(*(array(value, dtype=value.dtype, ctx=mx.cpu()) for value in graph.inputs.values()))
-    return [one.asnumpy() for one in (found if isinstance(found, (list, tuple)) else [found])]
+    with autograd.pause(train_mode=False), explaining("export", "symbol files", "a graph that runs", advice="Export to ONNX."):
+        given = [[array_on(mx.cpu(), value) for value in inputs.values()] for inputs, _ in graph.trials]
+        return [[one.asnumpy() for one in _flatten(block(*arrays), "output")[0]] for arrays in given]

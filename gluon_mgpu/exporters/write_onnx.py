@@ -19,7 +19,7 @@ from ..errors import TrainerError
 from ..runtime.environment import require
 from .onnx_graph import prepared
 from .onnx_operators import OPERATORS, Operator, Output
-from .sampled_graph import ExportGraph, legacy_mode, shapes_in
+from .sampled_graph import ExportGraph, Outputs, Trial, legacy_mode, shapes_in
 
 OPSET = 13  # the newest that MXNet's converters know
 _MORE = (1, 2, 3, 5, 8)  # than the sample has, along open axes: strides and windows hide what single sizes show
@@ -39,11 +39,11 @@ class OpenAxes:
     names : dict of str to dict of int to str
         By input and axis; axes of one name have one size.
     trials : list of (inputs, outputs)
-        The sample with more along each of these axes, and what the network computes of it.
+        The latest trial of the graph with more along each of these axes, and what the network computes of it.
     """
 
     names: Axes
-    trials: List[Tuple[Dict[str, np.ndarray], List[np.ndarray]]]
+    trials: List[Trial]
 
     def sizes(self, name: str, shape: Sequence[int]) -> Tuple[Union[int, str], ...]:
         """Return the shape of an input, with the names of its open axes."""
@@ -93,7 +93,8 @@ def _converted(onnx: Any, graph: ExportGraph, axes: OpenAxes) -> Any:
             if name in params:
                 constants.append(onnx.numpy_helper.from_array(np.asarray(value, order="C"), name))
             continue
-        operator = Operator(onnx, nodes, index, known, shapes, params, graph.is_np)
+        given = [(nodes[at]["op"], known[at][number], shapes[nodes[at]["name"]][number]) for at, number, *_ in node["inputs"]]
+        operator = Operator(onnx, node, given, params, graph.is_np)
         ours = OPERATORS.get(node["op"])
         if ours is None or ours(operator) is NotImplemented:
             convert = registry.get(OPSET, {}).get(node["op"]) or registry.get(OPSET - 1, {}).get(node["op"])
@@ -115,7 +116,7 @@ def _converted(onnx: Any, graph: ExportGraph, axes: OpenAxes) -> Any:
     inputs = [describe(name, code(value.dtype), axes.sizes(name, value.shape)) for name, value in graph.inputs.items()]
     outputs = []
     types = symbol.infer_type(**{name: value.dtype for name, value in {**graph.inputs, **params}.items()})[1]
-    for at, (name, dtype, first) in enumerate(zip(heads, types, graph.outputs)):
+    for at, (name, dtype, first) in enumerate(zip(heads, types, graph.trials[0][1])):
         if np.dtype(dtype) != first.dtype:  # that of an operator for np arrays
             made.append(onnx.helper.make_node("Cast", [name], [f"{name}_cast"], to=code(first.dtype)))
             name = f"{name}_cast"
@@ -129,20 +130,18 @@ def _converted(onnx: Any, graph: ExportGraph, axes: OpenAxes) -> Any:
 def _mapping_of(onnx: Any) -> Iterator[None]:
     """Provide `onnx.mapping` to MXNet's converters within this block: onnx 1.19 removed it."""
     codes = {np.dtype(name): onnx.helper.np_dtype_to_tensor_dtype(np.dtype(name)) for name in _TYPES}
-    mapping = SimpleNamespace(NP_TYPE_TO_TENSOR_TYPE=codes, TENSOR_TYPE_TO_NP_TYPE={code: one for one, code in codes.items()})
-    before = vars(onnx).get("mapping")
-    onnx.mapping = mapping
+    before = {name: value for name, value in vars(onnx).items() if name == "mapping"}
+    types = {code: dtype for dtype, code in codes.items()}
+    onnx.mapping = SimpleNamespace(NP_TYPE_TO_TENSOR_TYPE=codes, TENSOR_TYPE_TO_NP_TYPE=types)
     try:
         yield
     finally:
-        if before is None:
-            del onnx.mapping
-        else:
-            onnx.mapping = before
+        del onnx.mapping
+        vars(onnx).update(before)
 
 
-def run_onnx(path: Path, trials: Sequence[Dict[str, np.ndarray]]) -> List[List[np.ndarray]]:
-    """Return ONNX Runtime's outputs of a file, for each of these inputs.
+def run_onnx(path: Path, trials: Sequence[Trial]) -> List[Outputs]:
+    """Return ONNX Runtime's outputs of a file, for the inputs of each trial.
 
     Raises
     ------
@@ -154,7 +153,7 @@ def run_onnx(path: Path, trials: Sequence[Dict[str, np.ndarray]]) -> List[List[n
     options.log_severity_level = 4  # its errors are raised
     try:
         session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        return [session.run(None, inputs) for inputs in trials]
+        return [session.run(None, inputs) for inputs, _ in trials]
     except Exception as error:  # ONNX Runtime's own classes differ between versions
         raise TrainerError(
             f"export: got an ONNX file that ONNX Runtime rejects: {reason_of(error)}; expected one that it runs. Export "
@@ -193,7 +192,7 @@ def _shown(graph: ExportGraph, groups: Sequence[Group]) -> Optional[OpenAxes]:
     varies = any(axis for group in groups for _, axis in group)  # not the batch alone
     for more in (_MORE if varies else _MORE[:1]) if names else ():
         inputs = {}
-        for name, value in graph.inputs.items():
+        for name, value in graph.trials[-1][0].items():
             for axis in names.get(name, {}):
                 size = value.shape[axis]
                 value = np.take(value, np.arange(size + more)[::-1] % size, axis=axis)

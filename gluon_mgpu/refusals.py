@@ -23,6 +23,7 @@ _TREE = "one tree adds up the gradients of virtual shards"
 _APART = "each device trains its own copy of the whole network"
 _AVERAGED = "Normalise each shard: bn='local', or set_batch_norm(net, 'local')"
 JOINING = "an optimizer that joins parameters"
+_PLAIN = "Call hybridize(False) on that block; replace a SymbolBlock by layers"
 IN_A_GRAPH, FOREACH = "while_loop, cond, or PReLU between layers", "foreach"
 
 REFUSALS: Tuple[Refusal, ...] = (
@@ -92,12 +93,7 @@ REFUSALS: Tuple[Refusal, ...] = (
         "MXNet's static graphs keep the former arrays of gradients",
         "Call discard() and run the pass again, or call hybridize() without static_shape",
     ),
-    Refusal(
-        "hybridize()",
-        IN_A_GRAPH,
-        "MXNet computes wrong gradients of it in a graph",
-        "Call hybridize(False) on that block; replace a SymbolBlock by layers",
-    ),
+    Refusal("hybridize()", IN_A_GRAPH, "MXNet computes wrong gradients of it in a graph", _PLAIN),
     Refusal("static_shape", FOREACH, "MXNet computes wrong outputs of it", "Call hybridize() without static_shape"),
     Refusal(
         "compile_step()",

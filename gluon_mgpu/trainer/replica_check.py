@@ -97,6 +97,8 @@ class ReplicaCheck:
 
     Attributes
     ----------
+    is_on : bool
+        Whether runs compare by themselves: in several processes, and where the user has asked for it.
     num_verified : int
         Updates after which all replicas were last known to be the same.
     checkpoint : str
@@ -108,6 +110,7 @@ class ReplicaCheck:
         self.num_verified, self.checkpoint = 0, "the last checkpoint"
         self._layout, self._updaters, self._num_updates = layout, updaters, 0
         self._processes = group()
+        self.is_on = self.every is not None or self._processes is not None
         num_replicas = len(layout.contexts) * (1 if self._processes is None else self._processes.process.num_processes)
         if self.every is not None and (layout.spans_devices or num_replicas < 2 or trains_apart):
             raise TrainerError(
@@ -119,11 +122,6 @@ class ReplicaCheck:
         """Count an update; return whether it is time to compare."""
         self._num_updates += 1
         return self.every is not None and self._num_updates % self.every == 0
-
-    @property
-    def is_on(self) -> bool:
-        """Whether runs compare by themselves: in several processes, and where the user has asked for it."""
-        return self.every is not None or self._processes is not None
 
     def verify(self) -> None:
         """Compare the replicas now, and wait for them; raise `ReplicaError` if they differ."""

@@ -605,7 +605,7 @@ class Trainer(gluon.Trainer):
 
     def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
         slabs = self.gradients.collect(ignore_stale_grad)
-        if self.tree is None:
+        if self.tree is None and self._process_sync.in_job:
             self.exchange(self._num_counted + batch_size)
         self._reduce(slabs)
         # From here on these gradients are sums: if the optimizer raises, another step must not sum them again.
@@ -640,7 +640,7 @@ class Trainer(gluon.Trainer):
                     with suppress(StateError):  # of options that were changed: they are the error
                         self._make_equal(slabs)
                 raise
-            if self.replica_check.after_update():
+            if self.replica_check.is_on and self.replica_check.after_update():
                 self.check_replicas()
         self.gradients.put_back_running()
         self._summed = None

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import uuid
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -195,10 +196,12 @@ def test_a_port_in_use_is_named(tmp_path, hosts, number):
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", hosts.port + number))
         taken.listen()
+        job = Job(("true",), num_nodes=2, master=("127.0.0.1", hosts.port), log_dir=tmp_path / "logs")
         with pytest.raises(LaunchError, match=f"got 127.0.0.1:{hosts.port + number} .Address already in use.;") as raised:
-            run_job(Job(("true",), num_nodes=2, master=("127.0.0.1", hosts.port), log_dir=tmp_path / "logs"))
-    assert_house_style(raised.value)
-    assert not (tmp_path / "logs").exists()
+            run_job(job)
+        assert_house_style(raised.value)
+        assert not (tmp_path / "logs").exists()
+        assert run_job(replace(job, num_nodes=1)) == 0  # which does not use it
 
 
 def ip(*words):

@@ -81,7 +81,9 @@ def _ray_address(_context: click.Context, _parameter: click.Parameter, text: Opt
     "finds the machines and runs this command on each.",
 )
 @count("--min-nodes", help="Restart without the machines that Ray has lost, but never with fewer than this. With --ray only.")
-@click.option("--interface", help="Network interface or address. By default loopback; on several machines, the one to node 0.")
+@click.option(
+    "--interface", help="Network interface or address for TCP. By default loopback; on several machines, the one to node 0."
+)
 @positive(
     "--grace",
     default=120.0,

@@ -30,7 +30,7 @@ class Job:
     master : tuple of (str, int), optional
         Address of node 0, and the first of a few ports that are free there. Required for several machines.
     interface : str, optional
-        Network interface or address of this machine that everything binds to: by default loopback on one machine, and the
+        Network interface or address of this machine to which TCP sockets bind: by default loopback on one machine, and the
         address from which node 0 is reached on several.
     gpus : tuple of str
         The GPUs of this machine, as `CUDA_VISIBLE_DEVICES` names them.

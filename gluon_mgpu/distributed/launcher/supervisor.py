@@ -128,7 +128,7 @@ class Supervisor:
         """Run all processes once; return the first failure."""
         job = self._job = self._next() if restart else self._job
         with ExitStack() as stack:
-            if job.master:
+            if job.master and job.num_nodes > 1:
                 port = job.master[1] + restart * (job.num_nodes + 2)  # late messages of an earlier attempt do not reach it
                 for own in (0,) if job.node_rank else (port, port + 1):
                     stack.enter_context(reserve_port(self._host, own))

@@ -3,12 +3,14 @@
 python scripts/faults.py images --seconds 600   # what a kill or a power loss leaves on the disk, at every change of a name
 python scripts/faults.py kills                  # SIGKILL, SIGTERM and Ctrl-C at random moments, while checkpoints are read
 python scripts/faults.py damage                 # files of a checkpoint altered, cut off, missing
+python scripts/faults.py forgery                # the same, and the manifest says that they are right
 
 Each trial has a seed; a finding prints the command that repeats it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -21,7 +23,7 @@ import threading
 import time
 import traceback
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
@@ -332,20 +334,27 @@ def _read(folder: Path) -> List[str]:
 # Damage
 
 
-def try_damage(rng: random.Random) -> List[str]:
-    """Alter a checkpoint: loading it raises an error of ours, and the network stays as it was."""
+def try_damage(rng: random.Random, *, forged: bool = False) -> List[str]:
+    """Alter a checkpoint: loading it raises an error of ours, and the network stays as it was.
+
+    A forged one, whose manifest was written again, may have other numbers.
+    """
     images = undisturbed(SCENARIOS[0])[0]
     with place() as folder:
         write(images[-1].files, folder)
         label = _alter(folder / "last", rng)
         net = network()
         before = _weights(net)
+        if forged:
+            _renew(folder / "last")
         try:
-            mgpu.load_checkpoint(folder / "last", net)
+            mgpu.load_checkpoint(folder / "last", net, mgpu.Trainer(net, "adam") if forged else None)
         except _OURS:
             return [] if _weights(net) == before else [label, "refused, but the network has changed"]
         except Exception as error:
             return [label, f"{type(error).__name__}: {error}"]
+        if forged:
+            return []
         loaded = _weights(net)
         write(images[-1].files, folder)
         mgpu.load_checkpoint(folder / "last", net)
@@ -372,6 +381,20 @@ def _alter(folder: Path, rng: random.Random) -> str:
     return f"{path.name}: {how}"
 
 
+def _renew(folder: Path) -> None:
+    """Write the sizes and checksums of the files into the manifest, if it is one."""
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_bytes() if path.is_file() else "")
+        for name in list(manifest["files"]):
+            if (folder / name).is_file():
+                content = (folder / name).read_bytes()
+                manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        path.write_text(json.dumps(manifest))
+    except (ValueError, KeyError, TypeError, OSError):
+        return
+
+
 def _changed(value: Any, rng: random.Random) -> Any:
     """Return JSON data with one change at a random depth."""
     if isinstance(value, dict) and value and rng.random() < 0.85:
@@ -391,6 +414,7 @@ def _weights(net: nn.HybridSequential) -> List[bytes]:
 
 
 KINDS: Dict[str, Callable[[random.Random], List[str]]] = {"images": try_image, "kills": try_kill, "damage": try_damage}
+KINDS["forgery"] = partial(try_damage, forged=True)
 
 
 @click.command(help=(__doc__ or "").splitlines()[0])

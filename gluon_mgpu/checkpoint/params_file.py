@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import struct
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Tuple, Union
 
 import mxnet as mx
 import numpy as np
@@ -52,10 +53,15 @@ def write_params(file: Any, arrays: Dict[str, np.ndarray], *, np_shape: bool = F
         file.write(struct.pack("<Q", len(text)) + text)
 
 
-def read_params(content: bytes, *, np_shape: bool = False) -> Dict[str, np.ndarray]:
-    """Return the arrays of a file of `write_params`, of `mx.nd.save` or, with `np_shape`, of `mx.npx.save`: views of these bytes.
+def read_params(source: Union[bytes, int]) -> Dict[str, np.ndarray]:
+    """Return the arrays of a file of `write_params`, `mx.nd.save` or `mx.npx.save`: views of its bytes.
 
     Each number in the file is checked before it is used.
+
+    Parameters
+    ----------
+    source : bytes or int
+        The content of the file, or its descriptor: then the values are not read, and the arrays have only dtypes and shapes.
 
     Raises
     ------
@@ -70,27 +76,31 @@ def read_params(content: bytes, *, np_shape: bool = False) -> Dict[str, np.ndarr
     >>> read_params(file.getvalue())["weight"].tolist()
     [1.0, 2.0]
     """
-    at = 0
+    at, end = 0, os.fstat(source).st_size if isinstance(source, int) else len(source)
 
     def take(size: int) -> int:
         """Return where so many bytes begin, and go on behind them."""
         nonlocal at
-        if size > len(content) - at:
-            raise ValueError(f"of the arrays, {size} bytes are missing at byte {at} of {len(content)}")
+        if size > end - at:
+            raise ValueError(f"of the arrays, {size} bytes are missing at byte {at} of {end}")
         at += size
         return at - size
 
+    def read(size: int) -> bytes:
+        begin = take(size)
+        return os.pread(source, size, begin) if isinstance(source, int) else source[begin : begin + size]
+
     def numbers(form: str) -> Tuple[int, ...]:
-        return struct.unpack_from(form, content, take(struct.calcsize(form)))
+        return struct.unpack(form, read(struct.calcsize(form)))
 
     arrays: List[np.ndarray] = []
-    least = 0 if np_shape else 1  # axes, and elements along each
     magic, reserved, count = numbers("<QQQ")
     if (magic, reserved) != (_LIST, 0):
         raise ValueError(f"arrays of magic number {magic:#x}")
     while len(arrays) < count:
         magic, storage, num_axes = numbers("<Iii")
-        if magic != (_NUMPY if np_shape else _LEGACY) or storage or not least <= num_axes <= _MOST_AXES:
+        least = 0 if magic == _NUMPY else 1  # axes, and elements along each
+        if magic not in (_LEGACY, _NUMPY) or storage or not least <= num_axes <= _MOST_AXES:
             raise ValueError(f"an array of magic number {magic:#x}, storage type {storage} and {num_axes} axes")
         shape = numbers(f"<{num_axes}q")
         _, _, number = numbers("<iii")  # the device is of the program that wrote it
@@ -98,18 +108,17 @@ def read_params(content: bytes, *, np_shape: bool = False) -> Dict[str, np.ndarr
         if kind is None or min(shape, default=1) < least or max((*shape, size)) > MOST:
             raise ValueError(f"an array of shape {shape} and type {number}")
         dtype = np.dtype(kind)
-        arrays.append(np.ndarray(shape, dtype, content, take(size * dtype.itemsize)))
+        begin, is_open = take(size * dtype.itemsize), isinstance(source, int)
+        arrays.append(np.broadcast_to(np.zeros((), dtype), shape) if is_open else np.ndarray(shape, dtype, source, begin))
     if numbers("<Q") != (count,):
         raise ValueError("another number of names than of arrays")
     names = []
     for _ in arrays:
-        (size,) = numbers("<Q")
-        begin = take(size)
-        names.append(content[begin : begin + size].decode())
+        names.append(read(*numbers("<Q")).decode())
         if not names[-1].isprintable():
             raise ValueError(f"the name {names[-1]!a}")
-    if len(set(names)) < len(names) or at < len(content):
-        raise ValueError(f"names that repeat, or {len(content) - at} bytes behind them")
+    if len(set(names)) < len(names) or at < end:
+        raise ValueError(f"names that repeat, or {end - at} bytes behind them")
     return dict(zip(names, arrays))
 
 

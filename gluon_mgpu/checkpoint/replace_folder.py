@@ -16,21 +16,22 @@ from typing import Dict, Iterator, List, Mapping, Optional
 from ..errors import SaveError, StateError
 from ..runtime.environment import logger
 from ..runtime.new_files import sync
-from ..runtime.untrusted_files import MEMORY, read_regular
+from ..runtime.untrusted_files import MEMORY, Most, read_regular
 from .manifest import MANIFEST, Files
 
 _ATTEMPTS = 50  # to read a folder that is replaced at the same time
 
 
-def read_files(folder: Path, sizes: Mapping[str, int], operation: str) -> Files:
+def read_files(folder: Path, sizes: Mapping[str, Most], operation: str) -> Files:
     """Return the content of those of these files that exist, all of one version of the folder.
 
     Parameters
     ----------
     folder : pathlib.Path
         If a killed program left the folder under another name, that one is read: see `recover_path`.
-    sizes : mapping of str to int
-        The file names, with a slash for files in subfolders, and how many bytes each may have.
+    sizes : mapping of str to int or callable
+        The file names, with a slash for files in subfolders, and how many bytes each may have: see `open_regular`. They are read
+        in this order.
     operation : str
         Name of the operation in errors.
 

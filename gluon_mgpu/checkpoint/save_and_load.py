@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Union
 
@@ -161,7 +162,7 @@ def _load_average(folder: Union[str, Path], net: gluon.Block, trainer: Optional[
         )
     folder = path_of("load_checkpoint", "folder", folder, error=StateError)
     check_network("load_checkpoint", net)
-    content = read_content(folder, net, with_training=True)
+    content = read_content(folder, partial(check_shapes, net=net), with_training=True)
     check_parameters(content, net)
     first = {id(param): name for name, param in named_params(net).items()}  # a shared parameter has several names
     averages = {}
@@ -211,7 +212,7 @@ def read_checkpoint(folder: Union[str, Path], net: gluon.Block, trainer: Optiona
     """Read a checkpoint of this network and trainer, and check all of it; raise `StateError` as `load_checkpoint` does."""
     folder = path_of("load_checkpoint", "folder", folder, error=StateError)
     _check_given("load_checkpoint", net, trainer)
-    content = read_content(folder, net, with_training=trainer is not None)
+    content = read_content(folder, partial(check_shapes, net=net), with_training=trainer is not None)
     check_parameters(content, net)
     if trainer is not None:
         check_content(content, net, trainer)
@@ -261,8 +262,8 @@ def check_folder(folder: Path, ours: Sequence[str], operation: str, example: str
         )
 
 
-def check_parameters(content: CheckpointData, net: gluon.Block) -> None:
-    """Raise `StateError` unless a checkpoint holds exactly this network's parameters."""
+def check_shapes(content: CheckpointData, net: gluon.Block) -> None:
+    """Raise `StateError` unless a checkpoint has exactly this network's parameters: names, dtypes, shapes."""
     here, there = net._collect_params_with_prefix(), content.params
     differing = [
         f"{name} {_form(there.get(name))} where this one has {_form(here.get(name))}"
@@ -274,11 +275,11 @@ def check_parameters(content: CheckpointData, net: gluon.Block) -> None:
             f"load_checkpoint: got {content.folder} of another network: {'; '.join(differing[:3])}; expected the same layers. "
             "Build the network as it was when it was saved, with the same options."
         )
-    _check_shared(content, net)
 
 
-def _check_shared(content: CheckpointData, net: gluon.Block) -> None:
-    """Raise `StateError` if a parameter with several names in the network has different values under these names."""
+def check_parameters(content: CheckpointData, net: gluon.Block) -> None:
+    """Raise `StateError` unless a checkpoint holds exactly this network's parameters, those with several names once."""
+    check_shapes(content, net)
     names: Dict[int, str] = {}
     for name, param in net._collect_params_with_prefix().items():
         first = names.setdefault(id(param), name)

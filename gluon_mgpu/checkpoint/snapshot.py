@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import math
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -19,7 +19,7 @@ from ..distributed import group
 from ..distributed.process import this_process
 from ..errors import NonFiniteLossError, StateError
 from ..nested import Array, num_bytes
-from ..runtime.untrusted_files import COUNT, MEMORY, MOST_JSON, check_form, values_of
+from ..runtime.untrusted_files import COUNT, MEMORY, MOST_JSON, Most, check_form, values_of
 from ..trainer.parameters import average_replicas, has_values
 from ..trainer.replica_check import ReplicaComparison
 from ..trainer.states import FORM, STATE, TrainerState, as_values, from_values, read_arrays, write_arrays
@@ -39,6 +39,7 @@ _TRAINING = {**FORM, "place": {"*": object}, "random": _RANDOM, "ranks": [_RANK]
 _BYTES_PER_WEIGHT = 64  # at most, of states and averages
 _MOST_OTHERS = 2**30  # bytes of the arrays of callbacks
 
+Check = Callable[["CheckpointData"], None]
 ProgressRecord = Dict[str, Any]  # the progress of a run, as values for JSON; see `checkpoint/resume.py`
 
 
@@ -155,7 +156,9 @@ def take_snapshot(
         return Snapshot(_copied_params(net), progress_json, comparison, is_np=is_np)
     copies = {name: array.as_nd_ndarray().copy() for name, array in (arrays or {}).items()}
     training = {**as_values(trainer.state(), copies), "place": place or {}}
-    most, there = sizes_of(net)[STATES], sum(num_bytes(array) + 2**11 for array in copies.values())  # with their names
+    weights = net._collect_params_with_prefix().values()
+    most = _most_states(sum(param.list_data()[0].size for param in weights))
+    there = sum(num_bytes(array) + 2**11 for array in copies.values())  # with their names
     if there > most:
         raise StateError(
             f"save_checkpoint: got {there} bytes of states and of callbacks' arrays; expected {most} at most, since larger files "
@@ -216,28 +219,41 @@ def refusing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def sizes_of(net: Optional[gluon.Block] = None) -> Dict[str, int]:
-    """Return how many bytes each file of a checkpoint may have: those of a network where its shapes are known."""
-    params = [] if net is None else list(net._collect_params_with_prefix().values())
-    shapes = [param.shape for param in params if param._data is not None or (param.shape and min(param.shape) > 0)]
-    weights = sum(map(math.prod, shapes))
-    most, most_states = 8 * weights + 2**20 + 2**10 * len(params), _BYTES_PER_WEIGHT * weights + _MOST_OTHERS
-    if not params or len(shapes) < len(params):
-        most = most_states = MEMORY
-    return {PARAMS: most, STATES: most_states, **dict.fromkeys((TRAINING, PROGRESS, MANIFEST), MOST_JSON)}
+def sizes_of(folder: Path, check: Optional[Check] = None) -> Dict[str, Most]:
+    """Return how many bytes each file of a checkpoint may have, see `read_files`; parameters are checked before they are read."""
+    params: Dict[str, np.ndarray] = {}
+
+    def of_params(number: int) -> int:
+        with refusing(folder / PARAMS):
+            params.update(read_params(number))
+        if check is not None:
+            check(CheckpointData(folder, {}, {}, None, params))
+        return MEMORY
+
+    def of_states(number: int) -> int:
+        return _most_states(sum(array.size for array in params.values()))
+
+    return {PARAMS: of_params, STATES: of_states, **dict.fromkeys((TRAINING, PROGRESS, MANIFEST), MOST_JSON)}
 
 
-def read_content(folder: Path, net: Optional[gluon.Block] = None, *, with_training: bool) -> CheckpointData:
-    """Return the content of a checkpoint, of a network if it is known.
+def _most_states(num_weights: int) -> int:
+    """Return how many bytes the arrays of a training of so many weights may have."""
+    return min(MEMORY, _BYTES_PER_WEIGHT * num_weights + _MOST_OTHERS)
+
+
+def read_content(folder: Path, check: Optional[Check] = None, *, with_training: bool) -> CheckpointData:
+    """Return the content of a checkpoint.
 
     All files are of the same version, even if another program replaces the folder meanwhile.
+
+    `check` gets the names, dtypes and shapes of the parameters before their values are read, and raises to refuse them.
 
     Raises
     ------
     StateError
         The folder is not a checkpoint, is damaged, or lacks a file.
     """
-    return content_of(read_files(folder, sizes_of(net), "load_checkpoint"), with_training=with_training)
+    return content_of(read_files(folder, sizes_of(folder, check), "load_checkpoint"), with_training=with_training)
 
 
 def content_of(files: Files, *, with_training: bool) -> CheckpointData:
@@ -260,11 +276,13 @@ def content_of(files: Files, *, with_training: bool) -> CheckpointData:
         )
     training, arrays = None, {}
     with refusing(files.folder):
-        params = read_params(files.contents[PARAMS], np_shape=is_np)
+        params = read_params(files.contents[PARAMS])
+        if not is_np and not all(array.ndim and array.size for array in params.values()):
+            raise ValueError(f"{PARAMS} has a shape of np arrays")
         progress = values_of(files.contents[PROGRESS], dict, PROGRESS)
         if with_training:
             training = values_of(files.contents[TRAINING], _TRAINING, TRAINING)
-            arrays = read_arrays(files.contents[STATES])
+            arrays = read_arrays(io.BytesIO(files.contents[STATES]))
             _check_average(arrays, params)
     return CheckpointData(files.folder, progress, arrays, training, params, is_np)
 

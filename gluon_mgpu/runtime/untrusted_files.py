@@ -6,25 +6,32 @@ import errno
 import json
 import math
 import os
+import re
 import stat
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, BinaryIO, Callable, Iterator, List, Optional, Union
 
 from ..checks import is_number, short
 
-MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes of this machine: no file that is used is larger
-MOST_JSON = 2**26  # bytes
+# Bytes, half of this machine's memory: with what becomes of it, a larger file does not fit.
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+MOST_JSON = 2**25  # bytes
 COUNT = range(2**53)
-_DEEPEST, _MOST_DIGITS = 64, 40
+_DEEPEST = 64
+_SLOW = re.compile(r"[0-9]{41}")  # digits of a number
+
+Most = Union[int, Callable[[int], int]]  # bytes, or a function that returns them from a descriptor of the open file
 
 
-def read_regular(path: Union[str, Path], most: int, *, folder: Optional[int] = None, follow: bool = False) -> bytes:
-    """Return the content of a file, after its kind and its size were checked.
+@contextmanager
+def open_regular(path: Union[str, Path], most: Most, *, folder: Optional[int] = None, follow: bool = False) -> Iterator[BinaryIO]:
+    """Open a file to read, after its kind and its size were checked.
 
     Parameters
     ----------
     path : str or pathlib.Path
-    most : int, bytes
+    most : int or callable, bytes
     folder : int, optional
         The descriptor of the folder in which the path begins.
     follow : bool
@@ -41,14 +48,21 @@ def read_regular(path: Union[str, Path], most: int, *, folder: Optional[int] = N
         status = os.fstat(number)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "Not a regular file", str(path))
-        if status.st_size > most:
-            raise OSError(errno.EFBIG, f"{status.st_size} bytes, where {most} are expected at most", str(path))
+        limit = most(number) if callable(most) else most
+        if status.st_size > limit:
+            raise OSError(errno.EFBIG, f"{status.st_size} bytes, where {limit} are expected at most", str(path))
         with open(number, "rb", closefd=False) as file:
-            return file.read(status.st_size)
+            yield file
     except MemoryError:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path)) from None
     finally:
         os.close(number)
+
+
+def read_regular(path: Union[str, Path], most: Most, *, folder: Optional[int] = None) -> bytes:
+    """Return the content of a file: see `open_regular`."""
+    with open_regular(path, most, folder=folder) as file:
+        return file.read(os.fstat(file.fileno()).st_size)
 
 
 def values_of(content: bytes, form: Any, name: str) -> Any:
@@ -63,8 +77,9 @@ def values_of(content: bytes, form: Any, name: str) -> Any:
     ValueError: progress.json has epoch='3'
     """
     try:
-        values = json.loads(content.decode(), parse_int=_whole)
-        _check_depth(values, _DEEPEST)
+        text = content.decode()
+        values = json.loads(text, parse_int=_whole if _SLOW.search(text) else None)
+        _check_depth(values)
     except ValueError as error:
         raise ValueError(f"{name} is not JSON: {short(str(error))}") from None
     except (RecursionError, MemoryError):
@@ -89,7 +104,7 @@ def check_form(value: Any, form: Any, name: str) -> None:
     """
     wrong = _misfit(value, form, "")
     if wrong:
-        raise ValueError(f"{name} has {wrong.lstrip('.')}")
+        raise ValueError(f"{name} has {wrong.lstrip('.=')}")
 
 
 def _misfit(value: Any, form: Any, where: str) -> str:
@@ -119,15 +134,16 @@ def _misfit(value: Any, form: Any, where: str) -> str:
 
 
 def _whole(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:  # more are slow to read
+    if _SLOW.search(digits):
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
 
 
-def _check_depth(value: Any, most: int) -> None:
-    """Raise `ValueError` for lists and objects in more than so many others."""
-    if isinstance(value, (dict, list)):
-        if not most:
-            raise ValueError(f"more than {_DEEPEST} levels")
-        for one in value.values() if isinstance(value, dict) else value:
-            _check_depth(one, most - 1)
+def _check_depth(values: Any) -> None:
+    """Raise `ValueError` for lists and objects within too many others."""
+    level: List[Any] = [[values]]
+    for _ in range(_DEEPEST):
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for some in inner for one in some if isinstance(one, (dict, list))]
+    if level:
+        raise ValueError(f"more than {_DEEPEST} levels")

@@ -21,7 +21,7 @@ from ..checks import reason_of, short
 from ..errors import StateError
 from ..nested import Array, is_device_array
 from ..runtime.new_files import new_file
-from ..runtime.untrusted_files import COUNT, MEMORY, check_form, read_regular, values_of
+from ..runtime.untrusted_files import COUNT, MEMORY, check_form, open_regular, values_of
 from .layout import Layout
 from .optimizer_config import FORM as OPTIMIZER
 from .optimizer_config import Description, check_described, class_name, is_known
@@ -111,7 +111,7 @@ def write_arrays(file: BinaryIO, arrays: Mapping[str, Any]) -> None:
                 np.lib.format.write_array(entry, values, allow_pickle=False)  # type: ignore[no-untyped-call]
 
 
-def read_arrays(content: bytes) -> Dict[str, np.ndarray]:
+def read_arrays(file: BinaryIO) -> Dict[str, np.ndarray]:
     """Return the arrays of a file of `write_arrays`. What it says of sizes is checked before memory is taken.
 
     Raises
@@ -122,11 +122,12 @@ def read_arrays(content: bytes) -> Dict[str, np.ndarray]:
     Source: NEP 1, "A simple file format for NumPy arrays".
     """
     arrays: Dict[str, np.ndarray] = {}
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+    num_bytes = file.seek(0, io.SEEK_END)
+    with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
         if any(one.compress_type or one.compress_size != one.file_size for one in entries):
             raise ValueError("arrays that are compressed")
-        if sum(one.file_size for one in entries) > len(content) or len({one.filename for one in entries}) < len(entries):
+        if sum(one.file_size for one in entries) > num_bytes or len({one.filename for one in entries}) < len(entries):
             raise ValueError("arrays that overlap or repeat")
         for one in entries:
             entry = archive.read(one)
@@ -159,7 +160,8 @@ def read_states(fname: str) -> TrainerState:
         The file is damaged, or something else.
     """
     try:
-        arrays = read_arrays(read_regular(fname, MEMORY, follow=True))
+        with open_regular(fname, MEMORY, follow=True) as file:
+            arrays = read_arrays(file)
         values = values_of(arrays.pop(_VALUES).tobytes(), {"version": COUNT, "*": object}, _VALUES)
         if values["version"] == _VERSION:
             return from_values(values, arrays)

@@ -241,8 +241,8 @@ def load_translator(folder: PathLike, ctx: Union[None, Context, Sequence[Context
     folder = path_of("load_translator", "folder", folder, error=StateError)
     if ctx is not None:
         check_contexts(list(ctx) if isinstance(ctx, (list, tuple)) else [ctx], "load_translator")
-    sizes = {**dict.fromkeys(_OWN_FILES, MOST_JSON), **{f"{INNER}/{name}": most for name, most in sizes_of().items()}}
-    files = read_files(folder, sizes, "load_translator")
+    inner = {f"{INNER}/{name}": most for name, most in sizes_of(folder / INNER).items()}
+    files = read_files(folder, {**dict.fromkeys(_OWN_FILES, MOST_JSON), **inner}, "load_translator")
     missing = [name for name in _OWN_FILES if name not in files.contents]
     missing += [INNER] if f"{INNER}/{MANIFEST}" not in files.contents else []
     if missing:

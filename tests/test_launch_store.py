@@ -110,8 +110,9 @@ def test_no_socket_is_left(run, mark, monkeypatch, end):
     assert until(lambda: len(sockets(mark)) == 4 and all(path.exists() for path in sockets(mark)))
     opened = sockets(mark)
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in marked(mark)}
-    programs = [pid for pid, command in sorted(commands.items()) if b"program.py" in command]  # each after its guard
-    killed = {"a launcher": launcher.pid, "a guard": programs[0], "a worker": programs[-1]}.get(end)
+    del commands[launcher.pid]
+    is_guard = {b"guard.py" in command: pid for pid, command in commands.items() if b"program.py" in command}
+    killed = {"a launcher": launcher.pid, "a guard": is_guard[True], "a worker": is_guard[False]}.get(end)
     if killed:
         os.kill(killed, signal.SIGKILL)
     else:

@@ -32,7 +32,7 @@ mgpu.use_devices
 print("mxnet" in sys.modules)
 """
     first, *others = run_python(program, CUDA_DEVICE_ORDER="PCI_BUS_ID").splitlines()
-    assert first == "['errors', 'runtime', 'version']"
+    assert first == "['errors', 'interrupts', 'runtime', 'version']"
     assert others == ["False True PCI_BUS_ID", "False", "True"]
 
 

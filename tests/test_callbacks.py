@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import MissingExtraError, NonFiniteLossError, TrainerError
 from gluon_mgpu.loop.callbacks import Best, FitState
+from gluon_mgpu.loop.metrics import direction_of
 from gluon_mgpu.plots import plot_history
 from mxnet import gluon
 from mxnet.gluon import nn
@@ -270,11 +271,44 @@ def test_without_an_accuracy_the_best_epoch_has_the_smallest_loss(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "monitor, mode, best", [("test_loss", None, 5), ("test_loss", "max", 2), ("test_f1", None, 2), ("test_f1", "min", 5)]
+    "monitor, mode, best",
+    [
+        ("test_loss", None, 5),
+        ("test_loss", "max", 2),
+        ("test_f1", None, 2),
+        ("test_f1", "min", 5),
+        ("test_mae", None, 5),  # it kept the worst model
+        ("test_perplexity", None, 5),
+        ("test_own", "min", 5),
+    ],
 )
 def test_best_follows_the_mode(tmp_path, monitor, mode, best):
     train([Scripted(monitor, UP_AND_DOWN), mgpu.Checkpoint(tmp_path, monitor, mode=mode)], epochs=5)
     assert json.loads((tmp_path / "best" / "progress.json").read_text())["epoch"] == best
+
+
+SMALLER = (
+    "train_loss f1_loss mae val_MAE testMSE RMSE test_error top_5_error error_rate test_perplexity ppl nll neg_log_likelihood "
+    "NegativeLogLikelihood cross-entropy CrossEntropy word_error_rate wer cer ter fid brier_score hamming_loss mape fpr95 "
+    "kl_divergence"
+)
+LARGER = (
+    "accuracy test_accuracy_top5 top_5_accuracy TopKAccuracy val_acc1 f1_macro F1Score roc_auc AUROC recall@10 average_precision "
+    "bleu4 chrF rouge-L mIoU test_mAP map50 R2 pearsonr PearsonCorrelation MCC pcc ndcg@10 hit_rate valid_exact_match "
+    "log_likelihood neg_mean_squared_error"  # scikit-learn's, an error with its sign changed
+)
+OPEN = "score test_own grad_norm seconds accuracy_drop loss_ratio inaccuracy lossless filter heatmap character error_accuracy"
+
+
+@pytest.mark.parametrize("names, direction", [(SMALLER, "min"), (LARGER, "max"), (OPEN, "")])
+def test_the_names_of_metrics_say_whether_larger_is_better(names, direction):
+    assert [name for name in names.split() if direction_of(name) != direction] == []
+
+
+@pytest.mark.parametrize("make", [mgpu.EarlyStopping, lambda monitor: mgpu.Checkpoint("never", monitor)])
+def test_a_name_that_says_nothing_takes_a_mode(make):
+    with pytest.raises(TrainerError, match="got monitor 'test_own' without a mode; expected one.*Pass mode='min' or mode='max'"):
+        make("test_own")
 
 
 def test_without_a_monitor_only_last_is_kept(tmp_path):

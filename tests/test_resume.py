@@ -359,8 +359,8 @@ def test_early_stopping_goes_on(tmp_path):
             state.history.rows[-1]["test_own"] = [0.2, 0.9, 0.5, 0.4, 0.3, 0.2][state.epoch - 1]
 
     def callbacks(name, end=None):
-        stopping = mgpu.EarlyStopping("test_own", patience=2)
-        return [Scripted(), mgpu.Checkpoint(tmp_path / name, "test_own", keep=2), stopping, KilledAfter(end)]
+        stopping = mgpu.EarlyStopping("test_own", patience=2, mode="max")
+        return [Scripted(), mgpu.Checkpoint(tmp_path / name, "test_own", mode="max", keep=2), stopping, KilledAfter(end)]
 
     history = World([mx.cpu(0)], examples=10).fit(callbacks("whole"), epochs=6)
     with pytest.raises(KilledError):

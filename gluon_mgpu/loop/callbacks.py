@@ -14,7 +14,7 @@ from mxnet import gluon
 
 from ..checkpoint.resume import Row
 from ..checkpoint.snapshot import CheckpointData, ProgressRecord
-from ..checks import instance, is_number, one_of, path_of, real_number
+from ..checks import instance, is_number, one_of, path_of, real_number, short
 from ..distributed.process import this_process
 from ..errors import TrainerError
 from ..nested import Array
@@ -23,6 +23,7 @@ from ..runtime.units import format_column
 from ..trainer.trainer import Trainer
 from .batch_loop import EpochProgress
 from .history import History
+from .metrics import direction_of
 
 
 @dataclass
@@ -222,7 +223,7 @@ class EarlyStopping(Callback):
     min_delta : float
         The smallest improvement that counts.
     mode : "min", "max" or None
-        Whether smaller or larger is better. None: smaller if the name ends in `loss`, else larger.
+        Whether smaller or larger is better. None: by the name, which must be that of a usual metric, such as `test_mae`.
     """
 
     def __init__(
@@ -254,6 +255,11 @@ class Best:
         one_of("callbacks", "mode", mode, (None, "min", "max"), advice="None decides by the name.")
         named = None if isinstance(monitor, str) and not monitor else monitor
         instance("callbacks", "monitor", named, str, "a column of the history", advice="For example, pass 'test_loss'.")
+        if mode is None and monitor != "auto" and not direction_of(monitor):
+            raise TrainerError(
+                f"callbacks: got monitor {short(monitor)} without a mode; expected one, as the name does not say whether a "
+                "smaller value is better. Pass mode='min' or mode='max'."
+            )
         self.value, self.epoch, self.monitor = math.nan, 0, monitor
         self._asked, self._mode, self._min_delta = monitor, mode, min_delta
 
@@ -296,7 +302,7 @@ class Best:
             self.monitor = "test_accuracy" if "test_accuracy" in row else "test_loss"
         value = row.get(self.monitor, math.nan)
         # NaN, or a text that a callback has added, is never better, and any number is better than NaN.
-        sign = 1 if (self._mode or ("min" if self.monitor.endswith("loss") else "max")) == "min" else -1
+        sign = 1 if (self._mode or direction_of(self.monitor)) == "min" else -1
         better = is_number(value) and not sign * value >= sign * self.value - self._min_delta and value == value
         if better:
             self.value, self.epoch = float(value), epoch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -16,6 +17,21 @@ from ..nested import Array, is_device_array
 # (output, label) of one shard -> (sum over the shard, an array of one element on its device; how many it sums over)
 Metric = Callable[[Any, Any], Tuple[Array, int]]
 Metrics = Union[Sequence[Metric], Mapping[str, Metric]]
+
+# Words of the names of metrics; * stands for any letters before the rest.
+_SMALLER = """
+    negative_log_likelihood *loss *error *errors cross_?entropy *divergence *distance perplexity ppl nll bce ce mae mse rmse msle
+    rmsle mape smape wmape medae wer cer ter eer epe ece fid kid lpips kl kld mpd fpr fnr false_positive_rate false_negative_rate
+    false_discovery_rate bpc bpb bits_per_byte bits_per_char cost regret brier hausdorff levenshtein
+"""
+_LARGER = """
+    accuracy acc f1(score)? fbeta auc roc_?auc auroc auprc ap map m?[gdc]?iou precision recall sensitivity specificity
+    (sacre)?bleu chrf rouge_?[12l]? meteor cider spice exact_match em r2 r_squared explained_variance pearsonr? spearmanr? kendall
+    correlation corr pcc mcc kappa dice jaccard psnr ssim mrr ndcg dcg hits? tpr tnr true_positive_rate true_negative_rate
+    likelihood elbo reward cos_sim similarity correct
+"""
+# With one of these words, a name such as accuracy_drop leaves open whether a smaller value is better.
+_OPEN = "drop gap diff difference delta change reduction improvement gain ratio std time"
 
 
 class MetricSum(NamedTuple):
@@ -140,6 +156,35 @@ def metrics_for(metrics: Union[str, Metrics], loss: Any) -> Metrics:
     if not issubclass(kind, gluon.loss.SoftmaxCELoss):
         return [accuracy] if kind is gluon.loss.Loss else []
     return [partial(accuracy, axis=loss._axis)] if loss._sparse_label else []
+
+
+def direction_of(column: str) -> str:
+    """Return whether a smaller or a larger value of a column is better, "min" or "max"; "" if its name does not say so.
+
+    Examples
+    --------
+    >>> [direction_of(name) for name in ("test_mae", "test_top_5_accuracy", "valid_bleu", "mIoU", "f1_loss", "test_score")]
+    ['min', 'max', 'max', 'max', 'min', '']
+    """
+    name = re.sub(r"\W", "_", column)
+    forms = name.lower(), re.sub("(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()  # mIoU, TopKAccuracy
+    if any(form.endswith("loss") for form in forms):
+        return "min"
+    found = {kind for form in forms for match in _WORDS.finditer(form) for kind, word in match.groupdict().items() if word}
+    if any(re.search("(^|_)neg_", form) for form in forms):  # scikit-learn's names of errors
+        found = {{"min": "max", "max": "min"}.get(kind, kind) for kind in found}
+    return found.pop() if len(found) == 1 and found != {"open"} else ""
+
+
+def _pattern(words: str) -> str:
+    return "|".join(words.split()).replace("*", "[a-z]*")
+
+
+# Digits and _ separate words, and so do the prefixes of columns.
+_WORDS = re.compile(
+    rf"(?<![a-z])(?:test|valid|val|train|eval|dev)?"
+    rf"(?:(?P<min>{_pattern(_SMALLER)})|(?P<max>{_pattern(_LARGER)})|(?P<open>{_pattern(_OPEN)}))(?![a-z])"
+)
 
 
 def joins_shards(metric: Metric) -> bool:

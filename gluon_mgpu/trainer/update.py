@@ -69,13 +69,16 @@ class Update:
         self._counts = dict.fromkeys(self._by_index, optimizer.begin_num_update)  # updates of each parameter
         self._flat: Dict[Tuple[Slab, int], State] = {}  # states of a slab, by replica; those of its parameters are views of it
         self._slabs: List[Slab] = []
+        self._keeps_velocity = False  # SGD whose momentum is set to 0 leaves the one that it has summed as it is
         self._taking_part: List[int] = []  # their parameters, in Gluon's order
         self.is_local = is_replicable(optimizer)
 
     def apply(self, slabs: List[Slab]) -> None:
         """Update the weights of these slabs with their gradients, on every replica or on their owners."""
         optimizer = self._optimizer
-        if slabs is not self._slabs:
+        keeps_velocity = getattr(optimizer, "momentum", 1) <= 0
+        if slabs is not self._slabs or keeps_velocity != self._keeps_velocity:
+            self._keeps_velocity = keeps_velocity
             self._prepare(slabs)
         optimizer.param_dict = self._by_index
         before = dict(self._counts)
@@ -192,6 +195,12 @@ class Update:
     def _is_flat(self, slab: Slab) -> bool:
         """Return whether a slab is updated as one."""
         if slab.bucket is None or not self.is_local or type(self._optimizer) not in _ELEMENTWISE:
+            return False
+        if self._keeps_velocity and any(
+            (state[0] if isinstance(state, (list, tuple)) else state) is not None
+            for updater in self.updaters.values()
+            for state in map(updater.states.get, slab.indices)
+        ):
             return False
         has_one_count = len({self._counts[index] for index in slab.indices}) == 1
         return has_one_count or type(self._optimizer) is not opt.Adam

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter, is_not
 from typing import Any, Dict, Hashable, List, Optional, Sequence, Tuple
@@ -91,8 +90,7 @@ class CompiledPasses(Passes):
         reason = self.reason
         if not reason:
             try:
-                with autograd.pause() if autograd.is_recording() else nullcontext():
-                    return self._run_graphs(operation, Xs, ys, plan)
+                return self._run_graphs(operation, Xs, ys, plan)
             except NotCompilableError as error:
                 reason = str(error)
                 if self._mode == "on":  # raises StepError if the data are to blame

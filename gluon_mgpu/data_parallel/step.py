@@ -14,6 +14,7 @@ from ..distributed import group, own_batches
 from ..nested import Array, Fields
 from ..refusals import refusal
 from ..trainer.gradients import note_parts
+from ..trainer.options import check_not_recording
 from ..trainer.parameters import has_values
 from ..trainer.running_stats import note_examples, running_stats
 from ..trainer.trainer import Trainer
@@ -236,6 +237,7 @@ class TrainStep:
 
     def __call__(self, X: Any, y: Any) -> Batch:
         """Train on one batch."""
+        check_not_recording(self._operation)
         train = self._train_parts if self._micro_steps > 1 else self._train
         try:
             if self._trainer.sharded_data:

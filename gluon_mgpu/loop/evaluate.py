@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Union
 
-from mxnet import Context, gluon
+from mxnet import Context, autograd, gluon
 
 from ..checks import check_function
 from ..data.iterators import check_iterable
@@ -137,7 +137,11 @@ class EvalStep:
         self._planner = Planner(operation, loss, split, devices)
 
     def __call__(self, X: Any, y: Any) -> Batch:
-        """Evaluate one batch."""
+        """Evaluate one batch. It records nothing, even inside `autograd.record`."""
+        with autograd.pause():
+            return self._evaluate(X, y)
+
+    def _evaluate(self, X: Any, y: Any) -> Batch:
         planner, passes = self._planner, self._passes
         trained = latest_split()
         plan, Xs, ys = planner.split(X, y)
@@ -166,8 +170,9 @@ def run_evaluation(
     check_iterable("evaluate", "data_iter", data_iter, reader="evaluate")
     parts = passes if virtual_shards is None else VirtualPasses(passes, virtual_shards)
     step = EvalStep("evaluate", loss, devices_of(net), split, parts)
-    average_replicas(net)
-    comparison = ReplicaComparison("evaluate", net)
-    progress = BatchLoop(step, MetricSums(metrics, num_shards=virtual_shards), options).run(data_iter)
+    with autograd.pause():  # a program may evaluate inside autograd.record
+        average_replicas(net)
+        comparison = ReplicaComparison("evaluate", net)
+        progress = BatchLoop(step, MetricSums(metrics, num_shards=virtual_shards), options).run(data_iter)
     comparison.check()
     return progress

@@ -23,6 +23,7 @@ from ..distributed import any_process, group
 from ..errors import TrainerError
 from ..refusals import refusal
 from ..runtime.environment import logger
+from ..trainer.options import check_not_recording
 from ..trainer.parameters import average_replicas
 from ..trainer.trainer import Trainer
 from .batch_loop import EpochOptions
@@ -134,6 +135,7 @@ def fit(
     counts.update((name, value) for name, value in vars(limits).items() if value is not None)
     for name, value in counts.items():
         whole_number("fit", name, value, advice="Pass 1 or more.")
+    check_not_recording("fit")
     instance("fit", "trainer", trainer, Trainer, "a gluon_mgpu.Trainer", advice="Pass Trainer(net, 'sgd').")
     check_network("fit", net)
     check_iterable("fit", "train_iter", train_iter, reader="fit")

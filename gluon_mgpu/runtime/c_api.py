@@ -33,6 +33,13 @@ def wait_until_unused(array: Array) -> None:
     check_call(_LIB.MXNDArrayWaitToWrite(array.handle))
 
 
+def is_recording() -> bool:
+    """Return what `autograd.is_recording` does, in one Python call: each step asks."""
+    found = ctypes.c_bool()
+    _LIB.MXAutogradIsRecording(ctypes.byref(found))
+    return found.value
+
+
 def unallocated(array: Array) -> Array:
     """Return a legacy array of the same form and device, whose memory the first operation that writes it allocates."""
     return NDArray(_new_alloc_handle(array.shape, array.context, True, array.dtype))

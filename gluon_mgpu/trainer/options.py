@@ -14,6 +14,7 @@ from ..checks import instance, one_of, real_number, reason_of, short
 from ..errors import TrainerError
 from ..nested import is_device_array
 from ..refusals import refusal
+from ..runtime.c_api import is_recording
 from ..runtime.mxnet2 import is_mxnet2
 from .layout import Layout
 from .parameters import Params, named_params
@@ -91,6 +92,15 @@ def check_virtual(trainer: Any) -> None:
     for what, is_there in refused.items():
         if is_there:
             raise refusal("Trainer", "virtual_shards", what)
+
+
+def check_not_recording(operation: str) -> None:
+    """Raise `TrainerError` inside `autograd.record`, where MXNet's operators refuse to write weights, some after others were."""
+    if is_recording():
+        raise TrainerError(
+            f"{operation}: got a call inside autograd.record(); expected one after it, as only the forward pass and the loss are "
+            "recorded. Unindent it, out of the with block."
+        )
 
 
 def batch_size_of(operation: str, batch_size: Any, *, may_be_0: bool = False) -> float:

@@ -22,7 +22,7 @@ from .gradients import Gradients, idle_devices, is_too_large
 from .layout import Layout
 from .loss_scaler import LossScaler
 from .optimizer_config import describe, options_of, restore_optimizer
-from .options import as_number, batch_size_of, check_options, check_virtual, made_optimizer
+from .options import as_number, batch_size_of, check_not_recording, check_options, check_virtual, made_optimizer
 from .parameters import Params, gluon_order, has_values, replica_difference, trainers_of
 from .precision import check_precision, precision_of, set_precision
 from .process_sync import ProcessSync
@@ -287,6 +287,7 @@ class Trainer(gluon.Trainer):
         TrainerError
             The batch size is not a positive number, or a parameter was moved to other devices.
         """
+        check_not_recording("Trainer.step")
         batch_size = batch_size_of("Trainer.step", batch_size, may_be_0=self.sharded_data)
         self._process_sync.check_begun("Trainer.step", divides=not self.sharded_data)
         if self.sharded_data and is_too_large(batch_size):
@@ -376,6 +377,7 @@ class Trainer(gluon.Trainer):
         TrainerError
             There was a backward pass that no `step` counted. Nothing was changed.
         """
+        check_not_recording("Trainer.flush")
         if self._num_open or not self.gradients.has_counted:
             return
         if self.gradients.has_new():
@@ -433,6 +435,7 @@ class Trainer(gluon.Trainer):
             They have already been summed: a second sum would multiply them by the number of devices. Or the call is inside
             `accumulate`.
         """
+        check_not_recording("Trainer.allreduce_grads")
         self._process_sync.check_begun("Trainer.allreduce_grads", divides=not self.sharded_data)
         self._check_sums("Trainer.allreduce_grads")
         slabs = self.gradients.collect(ignore_stale_grad=True)
@@ -457,6 +460,7 @@ class Trainer(gluon.Trainer):
         TrainerError
             The gradients of several devices were not summed: their weights would diverge.
         """
+        check_not_recording("Trainer.update")
         self._check_sums("Trainer.update")
         number = as_number(batch_size)
         if number is not batch_size and is_number(number) and not math.isfinite(number):  # it was an array

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.data import iterators
 from gluon_mgpu.errors import TrainerError
+from mxnet import gluon
 
 from .conftest import LOSS, gluon_loop, largest_difference, small_batches, small_net, weights_of
 
@@ -107,3 +108,65 @@ def test_an_iterator_in_cpp_says_what_fills_its_last_batch(tmp_path):
     padding.last_batch_handle, rolling.last_batch_handle = "pad", "roll_over"
     assert [numbers_of(padding) for _ in range(3)] == [list(range(7))] * 3
     assert [numbers_of(rolling) for _ in range(2)] == [[0, 1, 2, 3, 4, 5, 6, 0, 1], [2, 3, 4, 5, 6, 0]]
+
+
+def csv_iter(folder, X, y, size, **options):
+    np.savetxt(folder / "X", X, "%g", ","), np.savetxt(folder / "y", y, "%g")
+    return mx.io.CSVIter(data_csv=f"{folder}/X", label_csv=f"{folder}/y", data_shape=X.shape[1:], batch_size=size, **options)
+
+
+def libsvm_iter(folder, X, y, size):
+    rows = [" ".join([str(label), *(f"{i}:{value}" for i, value in enumerate(row))]) for row, label in zip(X, y)]
+    (folder / "rows").write_text("\n".join(rows))
+    return mx.io.LibSVMIter(data_libsvm=f"{folder}/rows", data_shape=X.shape[1:], batch_size=size)
+
+
+def loader(folder, X, y, size, **options):
+    return gluon.data.DataLoader(gluon.data.ArrayDataset(X, y.astype("float32")), size, **options)
+
+
+def array_iter(folder, X, y, size, **options):
+    return mx.io.NDArrayIter(X, y.astype("float32"), size, **options)
+
+
+class Scores(gluon.Block):
+    """One score for each class, the columns of the features, which may be sparse."""
+
+    def forward(self, x):
+        return x.tostype("default") if x.stype == "csr" else x
+
+
+EVALUATED = [
+    *((array_iter, {"last_batch_handle": last}, "") for last in ("pad", "roll_over")),
+    *((loader, {"last_batch": last}, "") for last in ("keep", "rollover")),
+    *((csv_iter, {"round_batch": rounds}, handle) for rounds in (True, False) for handle in ("pad", "roll_over")),
+    *((libsvm_iter, {}, handle) for handle in ("pad", "roll_over")),
+]
+
+
+@pytest.mark.parametrize("resized", [False, True])
+@pytest.mark.parametrize("make, options, handle", EVALUATED)
+def test_evaluations_in_a_row_count_each_example_once_or_raise(make, options, handle, resized, tmp_path):
+    """LibSVMIter gave 22 examples of 22, then 20, then 18: it fills its last batch with those that the next pass leaves out."""
+    rng = np.random.RandomState(0)
+    for num, size, read in [(22, 8, False), (6, 4, False), (6, 4, True), (12, 4, False), (7, 7, True), (9, 1, False)]:
+        X, y = rng.randint(1, 9, (num, 3)).astype("float32"), rng.randint(0, 3, num)
+        inner = data = make(tmp_path, X, y, size, **options)
+        if handle:
+            data.last_batch_handle = handle
+        if resized and make is not loader:
+            data = mx.io.ResizeIter(inner, -(-num // size))
+        net = Scores()
+        net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+        net.params.get("unused", shape=(1,), init="zeros").initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+        try:
+            if read:  # by a loop by hand
+                all(data)
+            found = [mgpu.evaluate_accuracy_gpus(net, data) for _ in range(3)]
+        except TrainerError as error:
+            assert "each example once in every pass" in str(error)
+            fills_up = make is libsvm_iter or options.get("round_batch")
+            assert "roll" in f"{options}{handle}" or (fills_up and num % size)
+        else:
+            assert found == pytest.approx([(X.argmax(axis=1) == y).mean()] * 3, abs=1e-9)
+        all(inner)  # MXNet crashes when it deletes a LibSVMIter that still reads

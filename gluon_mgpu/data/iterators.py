@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain, repeat
 from typing import Any, Iterable, Iterator, Optional, Tuple
 
 import mxnet as mx
@@ -16,7 +17,9 @@ from ..nested import Array, is_device_array, map_leaves
 _OWN_MEMORY = (list, tuple, mx.gluon.data.DataLoader)  # iterators whose batches each have memory of their own
 
 
-def check_iterable(operation: str, name: str, data_iter: Any, *, reader: str = "", pairs: bool = True) -> None:
+def check_iterable(
+    operation: str, name: str, data_iter: Any, *, reader: str = "", pairs: bool = True, each_once: bool = False
+) -> None:
     """Raise `TrainerError` unless this is an iterable of batches, whose padding is known. The items of a list must be pairs.
 
     Parameters
@@ -28,6 +31,8 @@ def check_iterable(operation: str, name: str, data_iter: Any, *, reader: str = "
         Whether its items must be pairs, or only features.
     reader : str
         The operation that takes the pairs. The items of a list or tuple are checked for it; a loader is not read.
+    each_once : bool
+        Whether every pass must have each example once, as an evaluation.
     """
     is_data = isinstance(data_iter, (str, bytes, dict, np.ndarray, mx.nd.NDArray))
     if not isinstance(data_iter, Iterable) or is_data:
@@ -40,6 +45,11 @@ def check_iterable(operation: str, name: str, data_iter: Any, *, reader: str = "
             f"{operation}: got a {name} written in C++ that does not say what fills its last batch; expected last_batch_handle. "
             f"Set {name}.last_batch_handle: 'roll_over' to train with round_batch=True, 'pad' with a CSVIter of "
             "round_batch=False, or where all batches are full, as those of MNISTIter."
+        )
+    if each_once and rolls_over(data_iter):
+        raise TrainerError(
+            f"{operation}: got a {name} that leaves the last examples of a pass to the next one (roll over); expected each "
+            "example once in every pass. Let it pad or keep its last batch; its batch_size must divide the examples if it cannot."
         )
     if reader and isinstance(data_iter, (list, tuple)):
         if not data_iter:
@@ -64,6 +74,11 @@ def batches_of(data_iter: Iterable[Any]) -> Iterator[Any]:
     last one: with `round_batch=True` the first examples of the next pass, which a reset leaves out of it; without, an
     `ImageRecordIter` leaves in it what the memory held, and counts that. `check_iterable` asks for their `last_batch_handle`.
 
+    Raises
+    ------
+    TrainerError
+        In a pass: `last_batch_handle` is "pad", and the numbers of the examples show that they roll over.
+
     Examples
     --------
     >>> data = mx.io.NDArrayIter(np.arange(5), np.arange(5), batch_size=3)
@@ -76,7 +91,24 @@ def batches_of(data_iter: Iterable[Any]) -> Iterator[Any]:
     if not copies or data_iter.first_batch is None:  # a new one begins by itself
         data_iter.reset()
     axis = max(0, str(getattr(data_iter, "layout", "N")).find("N"))
-    return map(partial(_own, axis=axis, fills=fills, copies=copies), data_iter)
+    own = partial(_own, axis=axis, fills=fills, copies=copies)
+    return map(own, data_iter if fills == "roll_over" else map(_check_filling, data_iter, chain([True], repeat(False))))
+
+
+def _check_filling(batch: DataBatch, is_first: bool) -> DataBatch:
+    """Return a batch; raise `TrainerError` if a pass leaves out the examples with which the one before has filled its last batch.
+
+    Iterators written in C++ number the examples from 0, except for an ImageRecordIter: its numbers are all 0.
+    """
+    index: Any = () if batch.index is None else batch.index
+    begins_later = is_first and len(index) > 1 and index[0] > 0 and bool((np.diff(index) == 1).all())
+    if begins_later or (len(index) and batch.pad and not index[-batch.pad]):
+        raise TrainerError(
+            "last_batch_handle: got 'pad' and a last batch that is filled with examples which the next pass leaves out "
+            "(round_batch=True); expected each example once in every pass. Choose a batch_size that divides their number, "
+            "CSVIter(round_batch=False), or a DataLoader; for training, 'roll_over'."
+        )
+    return batch
 
 
 def as_pair(item: Any, operation: str) -> Tuple[Any, Any]:
@@ -120,8 +152,9 @@ def _one(arrays: Any) -> Any:
 
 
 def rolls_over(data_iter: Any) -> bool:
-    """Return whether `pad` counts new examples: those that one epoch leaves for the next."""
-    return _last_batch(data_iter) == "roll_over"
+    """Return whether one epoch leaves examples for the next; MXNet's iterators count them as `pad`."""
+    sampler = getattr(data_iter, "_batch_sampler", None)  # of a DataLoader
+    return _last_batch(data_iter) == "roll_over" or getattr(sampler, "_last_batch", "") == "rollover"
 
 
 def _last_batch(data_iter: Any) -> str:

@@ -167,7 +167,7 @@ def run_evaluation(
 ) -> EpochProgress:
     """Evaluate a network. `evaluate` calls it with these options, `fit` with its own, which can stop it."""
     split = as_split("evaluate", split_f, virtual_shards or 0)
-    check_iterable("evaluate", "data_iter", data_iter, reader="evaluate")
+    check_iterable("evaluate", "data_iter", data_iter, reader="evaluate", each_once=True)
     parts = passes if virtual_shards is None else VirtualPasses(passes, virtual_shards)
     step = EvalStep("evaluate", loss, devices_of(net), split, parts)
     with autograd.pause():  # a program may evaluate inside autograd.record

@@ -140,7 +140,7 @@ def fit(
     check_network("fit", net)
     check_iterable("fit", "train_iter", train_iter, reader="fit")
     if test_iter is not None:
-        check_iterable("fit", "test_iter", test_iter, reader="evaluate")
+        check_iterable("fit", "test_iter", test_iter, reader="evaluate", each_once=True)
     is_shared = test_iter is train_iter and isinstance(test_iter, DataIter)  # an evaluation would end the epoch
     if evaluate_every is not None and (test_iter is None or is_shared):
         raise TrainerError(f"fit: got evaluate_every={evaluate_every} without a test_iter of its own; expected one. Pass it.")

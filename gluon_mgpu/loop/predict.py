@@ -142,7 +142,7 @@ def predict_batches(
     check_network("predict", net)
     flag("predict", "pairs", pairs)
     max_inflight = whole_number("predict", "max_inflight", max_inflight, advice="8 is usual.")
-    check_iterable("predict", "data_iter", data_iter, pairs=False)
+    check_iterable("predict", "data_iter", data_iter, pairs=False, each_once=True)
     devices = devices_of(net, "predict")
     if compiled == "auto" and isinstance(data_iter, Sized) and len(data_iter) < 4:
         compiled = "off"  # MXNet never frees the text of a graph, and a server calls this for each request

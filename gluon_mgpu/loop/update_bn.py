@@ -52,7 +52,7 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
     [6.0, 6.0]
     """
     check_network("update_bn", net)
-    check_iterable("update_bn", "data_iter", data_iter)
+    check_iterable("update_bn", "data_iter", data_iter, each_once=True)
     axis = as_split("update_bn", split_f).batch_axis
     if spans_devices(net):
         raise refusal("update_bn", "Pipeline", "update_bn()")

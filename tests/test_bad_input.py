@@ -8,6 +8,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.data_parallel.batchnorm import is_synchronised
+from gluon_mgpu.errors import ShardError
 from gluon_mgpu.trainer.local_sgd import LocalSGD
 from gluon_mgpu.trainer.precision import precision_of
 from mxnet import gluon
@@ -212,6 +213,49 @@ def test_bool_labels_are_numbers_for_the_losses_of_gluon(arrays):
         history = mgpu.fit(net, LOSS, mgpu.Trainer(net, "sgd"), [(X, labels)] * 2, [(X, labels)], epochs=1, callbacks=[])
         trained.append([*weights_of(net), np.array([history.rows[0]["test_accuracy"]])])
     assert largest_difference(*trained) == 0.0
+
+
+@pytest.mark.parametrize("kind", [np.array, lambda values: mx.nd.array(values, dtype="bool")], ids=["numpy", "mxnet"])
+def test_bool_labels_are_numbers_in_a_loop_by_hand_too(kind):
+    """MXNet's losses of legacy arrays do not take bool ("expected float32, got unknown"); only train_batch cast them."""
+    loss, binary = gluon.loss.SigmoidBCELoss(), np.stack([Y > 0] * 3, axis=1)
+    trained = []
+    for labels, by_hand in ((binary.astype("float32"), False), (kind(binary), False), (kind(binary), True)):
+        net = small_net(CTX)
+        trainer = mgpu.Trainer(net, "sgd")
+        if by_hand:
+            pairs = mgpu.split_batch(X, labels, CTX)
+            assert {y.dtype for y in (*pairs[1], *mgpu.split_and_load(labels, CTX))} == {np.float32}
+            with mx.autograd.record():
+                losses = [loss(net(x), y) for x, y in zip(*pairs)]
+            mgpu.backward(losses)
+            trainer.step(6)
+        else:
+            mgpu.train_batch(net, loss, trainer, X, labels)
+        trained.append(weights_of(net))
+    assert largest_difference(trained[0], trained[1]) == largest_difference(trained[0], trained[2]) == 0.0
+
+
+DTYPES = {"bool": "float32", "uint16": "int32", "int16": "int32", "uint32": "int64", "float64": "float32", ">f4": "float32"}
+DTYPES.update(dict.fromkeys(["uint64", "complex64", "longdouble", "object", "datetime64[s]", "timedelta64[s]", "U3", "S3", "V4"]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_call_treats_a_dtype_that_mxnet_lacks_alike(dtype):
+    y, net = np.zeros((6, 3), dtype), small_net(CTX)
+    options = net, lambda output, label: (output - label.astype("float32")).sum(axis=1), mgpu.Trainer(net, "sgd")
+    for split in (
+        lambda: mgpu.split_batch(X, y, CTX)[1],
+        lambda: mgpu.split_and_load(y, CTX),
+        lambda: mgpu.train_batch(*options, X, y).labels,
+        lambda: mgpu.eval_batch(net, X, y, CTX).labels,
+        lambda: next(iter(mgpu.prefetch([(X, y)], CTX)))[1],
+    ):
+        if DTYPES[dtype] is None:
+            with pytest.raises(ShardError, match="of dtype .*; expected a dtype that MXNet has. Convert it"):
+                split()
+        else:
+            assert [shard.dtype for shard in split()] == [np.dtype(DTYPES[dtype])] * 2
 
 
 # What errors show

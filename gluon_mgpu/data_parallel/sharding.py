@@ -153,8 +153,9 @@ def split_and_load(
 
     NumPy arrays are sliced on the host, and each slice is sent once. Plain lists of numbers count as NumPy arrays. They become
     np or legacy arrays, depending on the mode. They keep their dtype, except that float64 becomes float32, int16 and uint16
-    become int32, and uint32 becomes int64. MXNet's arrays keep their dtype. A shard that is already on its device may share the
-    batch's memory.
+    become int32, uint32 becomes int64, and bool becomes float32 if they become legacy arrays, whose operators do not take it.
+    MXNet's arrays keep their dtype, except for legacy ones of bool. A shard that is already on its device may share the batch's
+    memory.
 
     Parameters
     ----------
@@ -323,9 +324,12 @@ def _loads(
     operation: str, path: str, leaf: Array, axis: int, places: List[Place], split: Split, is_prepared: bool
 ) -> Callable[[Array], List[Array]]:
     """Return a function that returns the parts of such an array, each on its device."""
+    if type(leaf) is mx.nd.NDArray and leaf.dtype == np.bool_:
+        load = _loads(operation, path, leaf.astype("float32"), axis, places, split, is_prepared)
+        return lambda leaf: load(leaf.astype("float32"))
     is_array = isinstance(leaf, (np.ndarray, mx.nd.NDArray))
     if is_prepared and is_array and not (split.virtual and is_device_array(leaf)) and axis % len(leaf.shape) == 0:
-        wanted = leaf.dtype if is_device_array(leaf) else _MXNET_DTYPES.get(leaf.dtype.name, leaf.dtype)
+        wanted = leaf.dtype if is_device_array(leaf) else _dtype_of(leaf)
         prepared = slicer(leaf, places, wanted)
         if prepared is not None:
             return prepared
@@ -421,14 +425,20 @@ def _slice_leaf(leaf: Array, begin: int, end: int, axis: int) -> Array:
     return array[(slice(None),) * (axis % len(shape)) + (slice(begin, end),)]
 
 
+def _dtype_of(array: np.ndarray) -> np.dtype:
+    """Return the dtype of the shards of a NumPy array."""
+    number = np.float32 if array.dtype == np.bool_ and not mx.util.is_np_array() else array.dtype
+    return np.dtype(_MXNET_DTYPES.get(array.dtype.name, number))
+
+
 def _load(operation: str, path: str, leaf: Array, ctx: Context, make: Callable[..., Array] = new_array) -> Array:
     if is_device_array(leaf):
         return on_device(leaf, ctx)
     try:
-        return make(leaf, ctx, np.dtype(_MXNET_DTYPES.get(leaf.dtype.name, leaf.dtype)))
+        return make(leaf, ctx, _dtype_of(leaf))
     except (KeyError, TypeError, ValueError, mx.MXNetError) as error:
         raise ShardError(
-            f"{operation}: got {path} of dtype {leaf.dtype}; expected a dtype that MXNet has. Cast it with astype('float32')."
+            f"{operation}: got {path} of dtype {leaf.dtype}; expected a dtype that MXNet has. Convert it to float32 or int64."
         ) from error
 
 

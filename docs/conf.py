@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, List
 
 import gluon_mgpu
-from gluon_mgpu.doctor.known_errors import entries
+from gluon_mgpu.known_errors import entries
 
 project = "gluon_mgpu"
 release = gluon_mgpu.__version__

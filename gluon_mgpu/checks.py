@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterator, Sequence, Tuple, Type
 
 from .errors import TrainerError, first_line, last_line
+from .known_errors import advice_on
 
 if TYPE_CHECKING:
     from typing_extensions import TypeGuard
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 MOST = 2**31 - 1  # the largest count: MXNet keeps sizes of one axis in 32 bits
 MOST_SEED = 2**32 - 1  # the largest seed of NumPy's RandomState
 _LENGTH = 120  # characters of a value in an error
-_LINE = 200  # characters of MXNet's reason in an error
+_LINE = 180  # characters of MXNet's reason in an error
 # What MXNet's Python code raises for arguments that it does not accept.
 OF_WRONG_DATA = (ValueError, TypeError, AttributeError, AssertionError, IndexError, KeyError, RuntimeError)
 
@@ -200,7 +201,13 @@ def reason_of(error: BaseException) -> str:
     An MXNetError ends with the reason. An error of MXNet's Python code begins with it, and may print an array after it.
     """
     line = last_line(error) if type(error).__name__ == "MXNetError" else first_line(error)
-    return line.rstrip(" (,:;") if len(line) <= _LINE else f"{line[:_LINE]}..."
+    line = line.rstrip(" (,:;")
+    return line if len(line) <= _LINE else f"{line[: _LINE // 4]} ... {line[-_LINE // 3 * 2 :]}"
+
+
+def advice_for(error: BaseException, otherwise: str) -> str:
+    """Return what `gluon-mgpu explain` says about an error of MXNet's, in one line; `otherwise` if it does not know the error."""
+    return advice_on(str(error)) or otherwise
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
@@ -256,9 +263,17 @@ class _Short(reprlib.Repr):
                 return f"the function {x.__name__}"
             text = super().repr1(x, level)
         except Exception:  # any error of the value's own code
-            return f"an object of type {kind}"
+            text = "\n"
         own = "\n" in text or (text.startswith("<") and " at 0x" in text)
-        return f"an object of type {kind}" if own else text
+        return f"an object of type {_public_name(type(x))}" if own else text
+
+
+def _public_name(kind: type) -> str:
+    """Return the name of a class, after the shortest module that exports it: several libraries have a Trainer."""
+    parts = kind.__module__.split(".") if kind.__module__ not in ("__main__", "builtins") else []
+    modules = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    exports = (f"{one}." for one in modules if getattr(sys.modules.get(one), kind.__name__, None) is kind)
+    return next(exports, "") + kind.__name__
 
 
 _SHORT = _Short()

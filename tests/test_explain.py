@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli import main
 from gluon_mgpu.cli.main import CommandGroup
-from gluon_mgpu.doctor.known_errors import entries, explain_message, last_error
+from gluon_mgpu.known_errors import entries, explain_message, last_error
 from mxnet import MXNetError, autograd, gluon, nd
 from mxnet.gluon import nn
 
@@ -164,6 +164,11 @@ PROVOKED = [
     ("deferred-initialization", lambda: dense(in_units=0).weight.data()),
     ("shape-inconsistent", lambda: forward(dense(), 1, 5)),
     ("image-axes", lambda: forward(initialized(nn.Conv2D(3, 3)), 8, 8, 3)),
+    ("image-axes", lambda: forward(initialized(nn.Conv2D(3, 3, in_channels=1)), 8, 8, 3)),
+    ("image-channels", lambda: forward(initialized(nn.Conv2D(3, 3, in_channels=1)), 2, 3, 8, 8)),
+    ("image-too-small", lambda: forward(initialized(nn.Conv2D(3, 7)), 2, 3, 5, 5)),
+    ("one-hot-labels", lambda: gluon.loss.SoftmaxCELoss()(nd.ones((4, 10)), nd.ones((4, 10)))),
+    ("rnn-axes", lambda: forward(initialized(gluon.rnn.LSTM(3)), 4, 5)),
     ("metric-shapes", lambda: mx.metric.Accuracy().update([nd.ones((2,))], [nd.ones((3, 2))])),
     ("cannot-differentiate", lambda: (nd.ones((1,)) * 2).backward()),
     ("any-container-empty", lambda: two_passes(initialized(nn.BatchNorm(in_channels=2)), 0, 1)),
@@ -237,7 +242,7 @@ def test_the_entries_need_neither_mxnet_nor_numpy():
     code = """
 import runpy, sys
 sys.modules.update(mxnet=None, numpy=None, click=None)
-module = runpy.run_path("gluon_mgpu/doctor/known_errors.py")
+module = runpy.run_path("gluon_mgpu/known_errors.py")
 print(*[entry.name for entry in module["explain_message"]("No module named 'mxnet'")])
 """
     done = run(code, stdout=subprocess.PIPE)

@@ -1,3 +1,4 @@
+import re
 from functools import partial
 
 import gluon_mgpu as mgpu
@@ -80,6 +81,39 @@ def test_a_value_error_of_mxnets_names_shard_and_device_too(wrap):
     with pytest.raises(StepError, match=r"eval_batch: .* network for shard 0 on cpu\(0\), shapes \[\(2, 7\), \(2,\)\]") as caught:
         mgpu.eval_batch(net, np.ones((6, 7)), np.zeros(6), CTX)
     assert type(caught.value.__cause__) is ValueError
+
+
+@pytest.mark.parametrize(
+    "first, data, label, reason, advice",
+    [
+        (
+            nn.Conv2D(4, 3),
+            np.ones((6, 8, 8)),
+            np.zeros(6),
+            "Input data should be 4D in batch-",
+            "`x.expand_dims(1)` for the channels",
+        ),
+        (nn.Conv2D(4, 3, in_channels=1), np.ones((6, 3, 8, 8)), np.zeros(6), "inferred shape=(4,3,3,3)", "number of channels"),
+        (nn.Flatten(), np.ones((6, 4)), np.eye(6, 3), "Provided = [2,3]", "`y.argmax(axis=-1)`"),
+        (nn.Flatten(), np.ones((6, 4), "uint8"), np.zeros(6), "expected uint8, got float32", '`x.astype("float32")`'),
+        (nn.HybridLambda("identity"), np.ones((6, 4)), np.zeros((6, 2, 3)), "Provided = [2,2,3]", "the shape (N,)"),
+        (gluon.rnn.GRU(4), np.ones((6, 4)), np.zeros(6), "[sequence length, batch size, input size]", '`layout="NTC"`'),
+    ],
+)
+def test_errors_of_mxnet_keep_their_end_and_take_their_advice_from_the_list(first, data, label, reason, advice):
+    """The first 200 characters were shown, and for everything "Cast them with astype()"."""
+    net = sequential(first, nn.Dense(3), ctx=CTX)
+    with pytest.raises(StepError, match=re.escape(reason)) as caught:
+        mgpu.fit(net, LOSS, mgpu.Trainer(net, "sgd"), [(data, label)], epochs=1, callbacks=[])
+    assert advice in str(caught.value) and "; expected data that it accepts. " in str(caught.value)
+
+
+def test_legacy_and_np_arrays_in_one_network_are_named():
+    net = nn.Sequential()
+    net.add(nn.Lambda(lambda x: x.as_np_ndarray()), nn.Dense(3, in_units=4))
+    net.initialize(ctx=CTX)
+    with pytest.raises(StepError, match=r"Legacy arrays \(`mx.nd`\) and np arrays \(`mx.np`\) are mixed"):
+        mgpu.eval_batch(net, np.ones((6, 4)), np.zeros(6), CTX)
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), ShardError("mine")], ids=lambda error: type(error).__name__)

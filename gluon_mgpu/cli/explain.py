@@ -8,7 +8,7 @@ from typing import Optional, Sequence
 
 import click
 
-from ..doctor.known_errors import Entry, explain_message, last_error
+from ..known_errors import Entry, explain_message, last_error
 
 _WORDS = {"en": ("why", "what to do", "more"), "ko": ("원인", "할 일", "더 보기")}
 _NOTHING = {

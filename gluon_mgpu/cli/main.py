@@ -6,11 +6,17 @@ import importlib
 import io
 import os
 import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import TracebackType
 from typing import Any, List, Optional
 
 import click
 
 from .. import errors, interrupts
+from ..checks import reason_of
+from ..known_errors import advice_on, explain_message
 from ..version import __version__
 
 _COMMANDS = {  # modules that hold a function of this name, and the first line of its help
@@ -48,16 +54,33 @@ class CommandGroup(click.Group):
             if _is_interrupt(error):
                 click.echo("\nInterrupted.", err=True)
                 sys.exit(130)
-            is_ours = type(error).__module__.startswith("gluon_mgpu.")
-            if is_ours or isinstance(error, OSError) or type(error).__name__ == "MXNetError":
-                told = errors.one_line(str(error)) + _hint(error)
-                if isinstance(error, OSError) and not is_ours:
-                    command, what = ctx.invoked_subcommand or ctx.info_name, error.filename or "an output"
-                    told = f"{command}: got {what} ({error.strerror or error}); expected one that can be read or written."
-                raise click.ClickException(told) from error
+            is_ours, command = type(error).__module__.startswith("gluon_mgpu."), ctx.invoked_subcommand or ctx.info_name
+            if is_ours:
+                raise click.ClickException(errors.one_line(str(error)) + _hint(error)) from error
+            if isinstance(error, MemoryError) or type(error).__name__ == "MXNetError":
+                text = f"{type(error).__name__}: {error}"
+                told = f"{command}: got {reason_of(error)}; expected no error of MXNet. {advice_on(text)}".strip()
+                raise click.ClickException(told + _hint(error)) from error
+            if isinstance(error, OSError):
+                told = f"({error.strerror or error}); expected one that can be read or written."
+                raise click.ClickException(f"{command}: got {error.filename or 'an output'} {told}") from error
             if isinstance(error, ImportError) and not hasattr(sys.modules.get("mxnet"), "nd"):
                 raise click.ClickException(f"{error} Run gluon-mgpu doctor, which reports what is missing.") from error
-            raise
+            frames = _own_frames(error)
+            if frames is None:
+                raise
+            traceback.print_exception(type(error), error, frames)
+            sys.exit(1)
+
+
+def _own_frames(error: BaseException) -> Optional[TracebackType]:
+    """Return the part of a traceback that begins in the user's code; None if there is none."""
+    others = {path for name, path in sysconfig.get_paths().items() if "lib" in name}
+    others |= {str(Path(__file__).parents[1]), os.path.abspath(sys.argv[0]), "<frozen"}
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(tuple(others)):
+        frames = frames.tb_next
+    return frames
 
 
 class _Main(CommandGroup):
@@ -89,8 +112,6 @@ def _hint(error: BaseException) -> str:
         cause = cause.__cause__
     if cause is None:
         return ""
-    from ..doctor.known_errors import explain_message
-
     answers = explain_message(str(cause))
     return f" explained by: gluon-mgpu explain {answers[0].name}" if answers else ""
 

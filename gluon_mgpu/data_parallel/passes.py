@@ -10,7 +10,7 @@ from typing import Any, Iterator, List, NoReturn, Optional, Sequence, Tuple
 import mxnet as mx
 from mxnet import MXNetError, autograd, gluon
 
-from ..checks import OF_WRONG_DATA, explaining, is_of_mxnet, reason_of, short
+from ..checks import OF_WRONG_DATA, advice_for, explaining, is_of_mxnet, reason_of, short
 from ..distributed import process_shard
 from ..errors import StepError, TrainerError
 from ..nested import Array, is_device_array, leaves
@@ -169,8 +169,8 @@ def raise_named(error: Exception, operation: str, what: str, shard: int, X: Any,
     found = [leaf for _, leaf in (*leaves(X), *leaves(y)) if is_device_array(leaf)]
     places = ", ".join(sorted({str(leaf.context) for leaf in found}))
     shapes = short([tuple(leaf.shape) for leaf in found])
+    advice = advice_for(error, "Let a network of several inputs take one tuple, or try one example on one device.")
     raise StepError(
-        f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes {shapes}: {reason_of(error)}; "
-        "expected data of a shape and dtype that it accepts. Cast them with astype(), let a network of several "
-        "inputs take one tuple, or try one example on one device."
+        f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes {shapes}: {reason_of(error)}; expected "
+        f"data that it accepts. {advice}"
     ) from error

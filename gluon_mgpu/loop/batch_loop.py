@@ -11,6 +11,7 @@ from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Optiona
 
 import mxnet as mx
 
+from ..checks import advice_for, reason_of
 from ..data.iterators import batches_of, no_batch, own_pair
 from ..data_parallel.step import Batch
 from ..errors import NonFiniteLossError, StepError, last_line
@@ -251,10 +252,8 @@ def device_error(operation: str, where: str, error: mx.MXNetError, advice: str =
     """Return the error of a device, having waited for all others."""
     with suppress(mx.MXNetError):  # the engine keeps an error for each array that depends on the failed operation
         mx.nd.waitall()
-    return StepError(
-        f"{operation}: got an error of {where}: {last_line(error)}; expected devices that work. {advice}"
-        "MXNET_ENGINE_TYPE=NaiveEngine names the operation."
-    )
+    known = advice_for(error, "MXNET_ENGINE_TYPE=NaiveEngine names the operation.")
+    return StepError(f"{operation}: got an error of {where}: {reason_of(error)}; expected devices that work. {advice}{known}")
 
 
 def _raise_non_finite(operation: str, losses: Sequence[Tuple[int, List[Array]]]) -> None:

@@ -53,6 +53,17 @@ def explain_message(text: str) -> List[Entry]:
     return named or list(found.values())[:_MOST]
 
 
+def advice_on(text: str) -> str:
+    """Return the cause and the likeliest remedies of the entry that fits a message best, in one line; "" if none fits.
+
+    Examples
+    --------
+    >>> advice_on("MXNetError: Failed to allocate CPU Memory").partition(".")[0]
+    'The machine, container or job has no memory left, so an allocation failed or the kernel killed the process'
+    """
+    return " ".join(part for entry in explain_message(text)[:1] for part in (entry.why, *entry.todo[:2]))
+
+
 def last_error(text: str) -> str:
     """Return the line of a traceback that names the error: the last one like `KeyError: 'a'`; otherwise the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]

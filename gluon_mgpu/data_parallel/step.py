@@ -11,6 +11,7 @@ from mxnet import gluon
 
 from ..checks import check_function, flag, instance, whole_number
 from ..distributed import group, own_batches
+from ..errors import TrainerError
 from ..nested import Array, Fields
 from ..refusals import refusal
 from ..trainer.gradients import note_parts
@@ -208,8 +209,7 @@ class TrainStep:
         on_phase: Optional[Callable[[str], None]] = None,
         check: Optional[Callable[[Sequence[Any], Sequence[Any]], None]] = None,
     ) -> None:
-        instance(operation, "trainer", trainer, Trainer, "a gluon_mgpu.Trainer", advice="Pass Trainer(net, 'sgd').")
-        check_network(operation, net)
+        check_trainer(operation, trainer, net, loss)
         check_function(operation, "loss", loss, advice="Pass a loss of gluon.loss, such as SoftmaxCrossEntropyLoss().")
         flag(operation, "ignore_stale_grad", ignore_stale_grad)
         self._asked = (net, loss, split_f, ignore_stale_grad, micro_steps, trainer.virtual_shards)
@@ -253,9 +253,10 @@ class TrainStep:
 
     def _train_parts(self, X: Any, y: Any) -> Batch:
         trainer, axis = self._trainer, self._split.batch_axis
-        if not count_examples(self._operation, Fields((X, y)), axis):  # its errors name the caller
+        num_examples = count_examples(self._operation, Fields((X, y)), axis)  # its errors name the caller
+        if not num_examples:  # of a process that has no more
             return self._train(X, y)
-        parts = split_data(Fields((X, y)), self._micro_steps, axis, even_split=False)
+        parts = split_data(Fields((X, y)), min(self._micro_steps, num_examples), axis, even_split=False)
         try:
             with trainer.accumulate():
                 batches = [self._train(Xp, yp) for Xp, yp in parts]
@@ -320,6 +321,21 @@ class TrainStep:
         self._open = any(param._deferred_init for param in params)
         self._stats = running_stats(self._net)
         trainer.running_stats.add(self._stats)
+
+
+def check_trainer(operation: str, trainer: Any, net: Any, loss: Any) -> None:
+    """Raise `TrainerError` unless this is a trainer of this network or its loss."""
+    advice = "Make one: it takes the arguments of gluon.Trainer."
+    instance(operation, "trainer", trainer, Trainer, "a gluon_mgpu.Trainer", advice=advice)
+    check_network(operation, net)
+    blocks = [block for block in (net, loss) if isinstance(block, gluon.Block)]
+    found = {id(param): param for block in blocks for param in block.collect_params().values()}
+    if found and found.keys().isdisjoint(map(id, trainer.params)):
+        first = next(iter(found.values()))
+        raise TrainerError(
+            f"{operation}: got a trainer of {trainer.params[0].name} and a network of {first.name}; expected a trainer of this "
+            "network. Make it after the network that it trains."
+        )
 
 
 def check_network(operation: str, net: Any) -> None:

@@ -18,7 +18,7 @@ from ..data.iterators import check_iterable
 from ..data_parallel.batchnorm import set_batch_norm
 from ..data_parallel.compiled import make_passes
 from ..data_parallel.sharding import SplitFunction, split_batch
-from ..data_parallel.step import TrainStep, check_network
+from ..data_parallel.step import TrainStep, check_trainer
 from ..distributed import any_process, group
 from ..errors import TrainerError
 from ..refusals import refusal
@@ -136,8 +136,7 @@ def fit(
     for name, value in counts.items():
         whole_number("fit", name, value, advice="Pass 1 or more.")
     check_not_recording("fit")
-    instance("fit", "trainer", trainer, Trainer, "a gluon_mgpu.Trainer", advice="Pass Trainer(net, 'sgd').")
-    check_network("fit", net)
+    check_trainer("fit", trainer, net, loss)
     check_iterable("fit", "train_iter", train_iter, reader="fit")
     if test_iter is not None:
         check_iterable("fit", "test_iter", test_iter, reader="evaluate", each_once=True)

@@ -11,11 +11,11 @@ from mxnet import gluon
 
 from ..checkpoint.resume import loader_epoch, set_loader_epoch
 from ..checkpoint.save_and_load import remember
-from ..checks import instance, real_number, whole_number
+from ..checks import real_number, whole_number
 from ..data.iterators import as_pair, batches_of, check_iterable, no_batch
 from ..data_parallel.passes import decide_shapes
 from ..data_parallel.sharding import SplitFunction, split_batch
-from ..data_parallel.step import Batch, check_network, train_batch
+from ..data_parallel.step import Batch, check_trainer, train_batch
 from ..distributed import group
 from ..plots import figure, save
 from ..refusals import refusal
@@ -73,8 +73,7 @@ class LearningRateFinder:
     """
 
     def __init__(self, net: gluon.Block, loss: Any, trainer: Trainer, *, split_f: SplitFunction = split_batch) -> None:
-        check_network("LearningRateFinder", net)
-        instance("LearningRateFinder", "trainer", trainer, Trainer, "a gluon_mgpu.Trainer", advice="Pass Trainer(net, 'sgd').")
+        check_trainer("LearningRateFinder", trainer, net, loss)
         self._net, self._loss, self._trainer, self._split_f = net, loss, trainer, split_f
         self.rates: List[float] = []
         self.losses: List[float] = []

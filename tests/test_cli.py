@@ -118,6 +118,8 @@ def test_training_programs_have_few_options_in_groups(program):
     [["nonsense"], ["train", "nonsense"], [*TRAIN, "--nonsense"], [*TRAIN, "--epochs", "0"], [*TRAIN, "--epochs", "two"]]
     + [[*TRAIN, "--lr", "0"], [*TRAIN, "--lr", "nan"], [*TRAIN, "--lr", "inf"], [*TRAIN, "--bn", "maybe"]]
     + [[*TRAIN, "--weights", "1,many"], ["monitor", "--interval", "nan"], ["find-batch-size", "--timeout", "nan"]]
+    + [[*TRAIN, "--micro-steps", str(2**31 - 1)], [*TRAIN, "--micro-batches", str(2**31 - 1)]]
+    + [["train", "seq2seq", "--num-layers", str(2**31 - 1)]]
     + [["monitor", "--interval", "\u0661"], [*TRAIN, "--epochs", "1_0"], [*TRAIN, "--epochs", "\u0661"]],
     ids=" ".join,
 )
@@ -260,6 +262,77 @@ def test_wrong_functions_are_named(mine):
     for function, text in (("wrong", "got int from"), ("nothing", "expected a function nothing in")):
         result = invoke(*mine(function))
         assert result.exit_code == 1 and text in result.output and "Traceback" not in result.output
+
+
+NOT_FUNCTIONS = {
+    "nomodule:f": "got nomodule; expected a module that Python finds here",
+    "mine.path.to:f": "got mine.path.to; expected a module that Python finds here",
+    "data.bin:f": "got data.bin; expected a file that ends in .py",
+    "folder.py:f": "folder.py; expected a file that exists",
+    "folder:f": "got folder:f; expected a function f in folder",
+    "binary.py:f": "binary.py: source code string cannot contain null bytes",
+    "syntax.py:f": "'(' was never closed (syntax.py, line 1); expected a Python program",
+    "syntax:f": "got syntax: '(' was never closed (syntax.py, line 1)",
+}
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """The current folder, with files that hold no function; the import path is restored, and the modules are forgotten."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("fails", "syntax", "folder", "mine", "data"):
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    for name in ("folder", "folder.py"):
+        (tmp_path / name).mkdir()
+    for name in ("data.bin", "binary.py"):
+        (tmp_path / name).write_bytes(b"\0\1\2")
+    (tmp_path / "syntax.py").write_text("def f(\n")
+    (tmp_path / "fails.py").write_text("import json\n\ndef f(batch_size, ctx):\n    json.loads('')\n\nopened = {}['mine']\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("reference", NOT_FUNCTIONS)
+def test_what_is_no_function_is_named_in_one_line(reference, files):
+    result = invoke("train", reference, "--devices", "cpu")
+    assert (result.exit_code, len(result.output.splitlines())) == (1, 1)
+    expected = NOT_FUNCTIONS[reference]
+    if sys.version_info < (3, 11) and "null bytes" not in expected:  # whose words differ
+        expected = expected.replace("'(' was never closed", "")
+    assert result.output.startswith("Error: train: got ") and all(part in result.output for part in expected.split("; "))
+
+
+@pytest.mark.parametrize("reference", ["fails.py:f", "fails:f", "late.py:f"])
+def test_an_error_of_the_users_module_shows_its_own_frames(reference, files):
+    text = (files / "fails.py").read_text()
+    (files / "late.py").write_text(text.replace("opened", "#"))  # fails when it is called
+    result = invoke("train", reference, "--devices", "cpu")
+    shown = result.output.splitlines()
+    assert result.exit_code == 1
+    assert shown[0] == "Traceback (most recent call last):" and shown[1].startswith(
+        f'  File "{files}/{reference.split(":")[0][:4]}'
+    )
+    assert shown[-1].startswith("KeyError: 'mine'" if "fails" in reference else "json.decoder.JSONDecodeError: ")
+    assert "gluon_mgpu" not in "".join(shown)
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (
+            mx.MXNetError("Traceback (most recent call last):\n  File x\nMXNetError: Failed to allocate CPU Memory"),
+            "no memory left",
+        ),
+        (mx.MXNetError("MXNetError: Size of tensor you are trying to allocate is larger than 2^31 elements."), "smaller batch"),
+        (MemoryError("Unable to allocate 8.00 EiB for an array with shape (9,)"), "no memory left"),
+    ],
+)
+def test_a_lack_of_memory_is_one_line(error, expected, quick, monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.cli.train_resnet18.train", lambda options: (_ for _ in ()).throw(error))
+    result = invoke(*TRAIN)
+    assert result.exit_code == 1 and len(result.output.splitlines()) == 1
+    assert result.output.startswith("Error: train: got ") and expected in result.output and "Traceback" not in result.output
 
 
 def test_the_seed_decides_everything(quick, data_dir, tmp_path):

@@ -47,7 +47,9 @@ _stages = count(
     "devices with 4 stages hold two stages each, in turn.",
 )
 _micro_batches = count(
-    "--micro-batches", help="Parts of a batch that follow one another through the stages. By default 4 for each stage."
+    "--micro-batches",
+    type=Whole(1, 2**16),
+    help="Parts of a batch that follow one another through the stages. By default 4 for each stage.",
 )
 _checkpoint_every = count(
     "--checkpoint-every", help="Also save every so many batches. By default after each epoch, and when Ctrl-C stops training."
@@ -86,7 +88,7 @@ _device_options = all_of(
     _virtual_shards,
     _stages,
     _micro_batches,
-    count("--micro-steps", default=1, help="Compute each batch in this many parts, one after the other, to save memory."),
+    count("--micro-steps", default=1, type=Whole(1, 2**16), help="Compute each batch in this many parts, to save memory."),
 )
 _saved = "curves.png, history.csv, history.json, and the checkpoints best and last"
 _result_options = all_of(
@@ -215,7 +217,7 @@ def train_function(reference: str = "", **options: Any) -> None:
     count(
         "--hidden-size", help="Size of the recurrent layers, per direction. By default 256 from 3000 pairs of text on, else 128."
     ),
-    count("--num-layers", default=1, help="Number of recurrent layers of encoder and decoder."),
+    count("--num-layers", default=1, type=Whole(1, 64), help="Number of recurrent layers of encoder and decoder."),
     click.option(
         "--dropout",
         type=Real(0, 1, max_open=True),

@@ -45,20 +45,36 @@ def reference_of(operation: str, workload: Workload) -> str:
 def load_workload(operation: str, reference: str) -> Callable[..., Any]:
     """Return the function of a reference; raise `TrainerError` if there is none."""
     place, _, name = reference.rpartition(":")
-    if place.endswith(".py"):
-        if not os.path.exists(place):
-            raise TrainerError(f"{operation}: got {place}; expected a file that exists. Check its path.")
-        sys.path.insert(0, os.path.dirname(place))  # as for a script that is run
-        spec: Any = importlib.util.spec_from_file_location(_FILE_MODULE, place)
-        module = sys.modules[_FILE_MODULE] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        sys.path.append(os.getcwd())
-        module = importlib.import_module(place)
+    try:
+        module = _import_file(operation, place) if place.endswith(".py") else _import_module(place)
+    except ModuleNotFoundError as error:
+        if not f"{place}.".startswith(f"{error.name}."):  # one that the user's module imports
+            raise
+        what = "a file that ends in .py" if os.path.exists(place) else "a module that Python finds here"
+        raise TrainerError(f"{operation}: got {place}; expected {what}. Check its name, or pass FILE.py:{name}.") from None
+    except (SyntaxError, ValueError) as error:
+        if not isinstance(error, SyntaxError) and "null byte" not in str(error):  # what older Pythons say about binary files
+            raise
+        raise TrainerError(f"{operation}: got {place}: {error}; expected a Python program. Correct it.") from error
     make = getattr(module, name, None)
     if not callable(make):
         raise TrainerError(f"{operation}: got {reference}; expected a function {name} in {place}. Check its name.")
     return make  # type: ignore[no-any-return]
+
+
+def _import_file(operation: str, path: str) -> Any:
+    if not os.path.isfile(path):
+        raise TrainerError(f"{operation}: got {path}; expected a file that exists. Check its path.")
+    sys.path.insert(0, os.path.dirname(path))  # as for a script that is run
+    spec: Any = importlib.util.spec_from_file_location(_FILE_MODULE, path)
+    module = sys.modules[_FILE_MODULE] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import_module(name: str) -> Any:
+    sys.path.append(os.getcwd())
+    return importlib.import_module(name)
 
 
 def step_of(made: Any, reference: str) -> Callable[[], Any]:

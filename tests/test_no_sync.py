@@ -9,7 +9,7 @@ from gluon_mgpu.loop.metric_sums import MetricSums
 from gluon_mgpu.trainer.precision import can_compute_bf16
 from mxnet.base import _LIB
 
-from .conftest import LOSS, small_batches, small_net, train
+from .conftest import LOSS, as_array, small_batches, small_net, train
 
 WAITING = ("MXNDArraySyncCopyToCPU", "MXNDArrayWaitToRead", "MXNDArrayWaitToWrite", "MXNDArrayWaitAll")
 
@@ -54,6 +54,18 @@ def test_a_training_step_does_not_wait(devices, arrays, waits, sizes, micro_step
     assert waits == []
     assert float(trainer.grad_norm) > 0
     assert waits == ["MXNDArraySyncCopyToCPU"]
+
+
+def test_class_labels_that_may_still_be_computed_are_not_read(waits):
+    """Those of the first batch are. A run reads the others when their batch is computed."""
+    net = small_net([mx.cpu(0), mx.cpu(1)])
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01})
+    batches = [(as_array(X), as_array(y)) for X, y in small_batches([6, 6, 4])]
+    train(net, trainer, batches[:1])
+    assert "MXNDArraySyncCopyToCPU" in waits
+    del waits[:]
+    train(net, trainer, batches)
+    assert waits == []
 
 
 def test_an_evaluation_reads_once_a_device(devices, waits):

@@ -16,6 +16,7 @@ from ..distributed import process_shard
 from ..errors import NestedError, ShardError, TrainerError
 from ..nested import Array, Fields, is_device_array, leaves
 from ..refusals import refusal
+from .labels import check_labels, class_axis, device_types, highest, lowest
 from .sharding import Shards, Split, SplitPlan, count_examples, split_batch
 
 MOST = 64  # plans of a step: the least recently used one leaves
@@ -83,13 +84,15 @@ class Plan:
         Those of the losses that were counted.
     casts_labels : bool
         Whether labels may be bool, for a loss that does not take them.
+    num_classes : int
+        0 for losses that do not take class labels.
     shard_forms : hashable, optional
         Noted by the first compiled passes.
     """
 
     def __init__(self, slices: Optional[SplitPlan], *, casts_labels: bool) -> None:
         self.slices, self.casts_labels, self.is_new = slices, casts_labels, True
-        self.num_examples = 0 if slices is None else slices.num_examples
+        self.num_classes, self.num_examples = 0, 0 if slices is None else slices.num_examples
         self.examples: List[Tuple[Context, int]] = []
         self.shapes: List[Tuple[int, ...]] = []
         self.shard_forms: Optional[Hashable] = None
@@ -109,16 +112,46 @@ class Planner:
 
     def __init__(self, operation: str, loss: Any, split: Split, devices: Sequence[Context]) -> None:
         self._operation, self._loss, self._split, self._devices = operation, loss, split, list(devices)
+        self._class_axis, self._has_read = class_axis(loss), False
         self._num_units: Optional[Callable[[Any], int]] = getattr(loss, "num_units", None)
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
 
     def split(self, X: Any, y: Any) -> Tuple[Plan, List[Any], List[Any]]:
         """Return the plan for batches like this one, and its shards; bool labels become float32 for Gluon's losses."""
-        plan = self._plan(X, y)
+        forms = form_of(X), form_of(y)
+        key = (*forms, mx.util.is_np_array(), process_shard())
+        plan = self._plans.pop(key, None) or self._make(X, y)
+        if None not in forms:
+            self._plans[key] = plan  # the latest one at the end
+            if len(self._plans) > MOST:
+                self._plans.popitem(last=False)
         Xs, ys = self._by_function(X, y) if plan.slices is None else plan.slices.pair(X, y)
         if plan.casts_labels:
             ys = [label.astype("float32") if is_device_array(label) and label.dtype == np.bool_ else label for label in ys]
         return plan, Xs, ys
+
+    def check_labels(self, plan: Plan, outputs: Sequence[Any], y: Any) -> List[Callable[[], None]]:
+        """Raise `DataError` if a class label is out of range. Labels in MXNet's arrays may still be computed.
+
+        Returns
+        -------
+        list of callable ()
+            The checks of those on CPUs: run them when the losses are computed, and they do not wait. The first ones are read now.
+        """
+        if self._class_axis is None or not outputs:
+            return []
+        if plan.is_new:
+            shape = getattr(outputs[0], "shape", ())
+            plan.num_classes = shape[self._class_axis] if -len(shape) <= self._class_axis < len(shape) else 0
+        num = plan.num_classes
+        if not num or (type(y) is np.ndarray and y.size and lowest(y) >= 0 and highest(y) < num):
+            return []
+        check, found = partial(check_labels, self._operation, self._loss, y, num), device_types(y)
+        if found and (self._has_read or "gpu" in found):
+            return [] if "gpu" in found else [check]
+        self._has_read = True
+        check()
+        return []
 
     def count(
         self, plan: Plan, losses: Sequence[Array], y: Any, ys: Sequence[Any], *, is_compiled: bool
@@ -146,16 +179,6 @@ class Planner:
             part = plan.slices.own_part(y, self._split.label_axis)
             own = 0 if part is None else checked(self._num_units(part), low=0)
         return total, own
-
-    def _plan(self, X: Any, y: Any) -> Plan:
-        forms = form_of(X), form_of(y)
-        key = (*forms, mx.util.is_np_array(), process_shard())
-        plan = self._plans.pop(key, None) or self._make(X, y)
-        if None not in forms:
-            self._plans[key] = plan  # the latest one at the end
-            if len(self._plans) > MOST:
-                self._plans.popitem(last=False)
-        return plan
 
     def _make(self, X: Any, y: Any) -> Plan:
         split, parts = self._split, None

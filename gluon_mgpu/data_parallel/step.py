@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, Callable, Deque, List, Optional, Sequence
+from typing import Any, Callable, Deque, List, Optional, Sequence, Tuple
 
 from mxnet import gluon
 
@@ -27,6 +27,7 @@ from .sharding import SplitFunction, count_examples, split_batch, split_data
 from .virtual_passes import VirtualPasses
 
 MOST_IN_FLIGHT = 24  # batches
+Checks = Sequence[Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Batch:
         With virtual shards, the number of the one that each item belongs to.
     plan : Plan, optional
         Of a compiled batch: those with the same plan have outputs of the same form.
+    checks : sequence of callable ()
+        To call once the losses are computed; they raise if class labels are out of range.
     """
 
     outputs: List[Any]
@@ -57,6 +60,7 @@ class Batch:
     num_units: Optional[int] = None
     shard_numbers: Optional[List[int]] = None
     plan: Optional[Plan] = None
+    checks: Checks = ()
 
 
 def train_batch(
@@ -229,7 +233,7 @@ class TrainStep:
         self._split = split
         self._stats: List[gluon.Parameter] = []
         self._open = True  # whether shapes may be open
-        self._in_flight: Deque[List[Array]] = deque()  # losses of the latest batches
+        self._in_flight: Deque[Tuple[List[Array], Checks]] = deque()  # losses of the latest batches
 
     def is_of(self, *asked: Any) -> bool:
         """Return whether it was made for these arguments."""
@@ -273,6 +277,7 @@ class TrainStep:
             [one for batch in batches for one in batch.losses],
             sum(batch.num_examples for batch in batches),
             sum(units) if units else None,
+            checks=[check for batch in batches for check in batch.checks],
         )
 
     def _train(self, X: Any, y: Any) -> Batch:
@@ -290,6 +295,7 @@ class TrainStep:
         trainer.gradients.fix(looks=not passes.is_compiled)  # a graph runs nothing that could change parameters
         if plan.is_new and self._check is not None:
             self._check(outputs, ys)
+        checks = planner.check_labels(plan, outputs, y)
         divisor, own_units = planner.count(plan, losses, y, ys, is_compiled=passes.is_compiled)
         on_phase("backward")
         passes.backward(trainer, losses)
@@ -298,12 +304,15 @@ class TrainStep:
             note_examples(plan.examples, self._stats)
         trainer.step(divisor, self._ignore_stale_grad)
         on_phase("dispatch")
-        self._in_flight.append(losses)
+        self._in_flight.append((losses, checks))
         if len(self._in_flight) > MOST_IN_FLIGHT:  # a loop that never waits must not fill the memory with batches
-            for one in self._in_flight.popleft():
+            finished, late = self._in_flight.popleft()
+            for one in finished:
                 one.wait_to_read()
+            for check in late:
+                check()
         known = plan if passes.is_compiled and plan.slices else None
-        return Batch(outputs, ys, losses, plan.num_examples, own_units, passes.shard_numbers, known)
+        return Batch(outputs, ys, losses, plan.num_examples, own_units, passes.shard_numbers, known, checks)
 
     def _begin(self, X: Any, y: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
         """Let the first batch decide the shapes of parameters that layers leave open."""

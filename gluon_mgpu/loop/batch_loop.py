@@ -14,7 +14,7 @@ import mxnet as mx
 from ..checks import advice_for, reason_of
 from ..data.iterators import batches_of, no_batch, own_pair
 from ..data_parallel.step import Batch
-from ..errors import NonFiniteLossError, StepError, last_line
+from ..errors import DataError, NonFiniteLossError, StepError, last_line
 from ..nested import Array, is_device_array
 from .metric_sums import MetricSums
 from .stop_signals import StopVote
@@ -189,6 +189,9 @@ class BatchLoop:
     def _finish_oldest(self) -> None:
         """Take the oldest batch out of the queue and add it up. Report if it is time to."""
         step, batch = self._queued[0]
+        with naming_step(self._options.operation, f"step {step}"):
+            for check in batch.checks:
+                check()
         self._add(step, batch)
         self._queued.popleft()
         self._unreported.append((step, batch.losses))
@@ -241,11 +244,12 @@ def naming_step(operation: str, where: str, advice: str = "") -> Iterator[None]:
     """Name the step in an error that is raised immediately."""
     try:
         yield
-    except (StepError, mx.MXNetError) as error:
-        message = last_line(error) + ("" if isinstance(error, StepError) else advice)
+    except (StepError, DataError, mx.MXNetError) as error:
+        message = last_line(error) + (advice if isinstance(error, mx.MXNetError) else "")
         if message.startswith(f"{operation}: "):
             message = message[len(operation) + 2 :]
-        raise StepError(f"{operation}: got an error at {where}: {message}") from (error.__cause__ or error)
+        kind = DataError if isinstance(error, DataError) else StepError
+        raise kind(f"{operation}: got an error at {where}: {message}") from (error.__cause__ or error)
 
 
 def device_error(operation: str, where: str, error: mx.MXNetError, advice: str = "") -> StepError:

@@ -148,10 +148,11 @@ class EvalStep:
         restore_split(trained)
         Xs, ys = passes.arrange(self._operation, Xs, ys, self._split)
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
+        checks = planner.check_labels(plan, outputs, y)
         _, own_units = planner.count(plan, losses, y, ys, is_compiled=passes.is_compiled)
         self.places = plan.slices.places if plan.slices is not None else []
         known = plan if passes.is_compiled and plan.slices else None
-        return Batch(outputs, ys, losses, plan.num_examples, own_units, passes.shard_numbers, known)
+        return Batch(outputs, ys, losses, plan.num_examples, own_units, passes.shard_numbers, known, checks)
 
 
 def run_evaluation(

@@ -82,6 +82,16 @@ class SequenceLoss(gluon.Block):  # type: ignore[misc]
         _, lengths = _pair(label)
         return int(np.sum(lengths.asnumpy() if is_device_array(lengths) else lengths))
 
+    def class_labels(self, label: Any) -> np.ndarray:
+        """Return the tokens, with 0 in the place of padding, whose values do not matter. Arguments are NumPy's.
+
+        Parameters
+        ----------
+        label : (tokens, lengths)
+        """
+        tokens, lengths = _pair(label)
+        return np.where(np.arange(tokens.shape[1]) < np.reshape(lengths, (-1, 1)), tokens, 0)
+
 
 class _SmoothedSums(nn.HybridBlock):  # type: ignore[misc]
     def __init__(self, smoothing: float, **kwargs: Any) -> None:

@@ -16,10 +16,9 @@ _CLASSES = gluon.loss.SoftmaxCELoss
 
 
 def class_axis(loss: Any) -> Optional[int]:
-    """Return the axis of the classes in the outputs, None for a loss that takes other labels, or ignores some.
+    """Return the axis of the classes in the outputs, None for a loss that takes other labels or may ignore some.
 
-    A loss can say which labels count: its method `class_labels(label)` takes and returns NumPy arrays, with a number of a class
-    in the place of each label that it ignores. Its classes are on the last axis.
+    The classes of a loss with `class_labels`, as `train_batch` describes it, are on the last axis.
     """
     if hasattr(loss, "class_labels"):
         return -1

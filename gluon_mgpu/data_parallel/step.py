@@ -85,6 +85,11 @@ def train_batch(
     may be uneven. If the loss has a method `num_units(y)`, the gradient is divided by its result for the complete batch instead:
     `models.SequenceLoss` counts target tokens. With `micro_steps` it is the sum over the parts, each of which needs 1 or more.
 
+    Class labels of `gluon.loss.SoftmaxCrossEntropyLoss` must be in range, as MXNet takes the nearest class: NumPy arrays are
+    checked before the update, MXNet's arrays on CPUs when their batch is computed. Subclasses that override `hybrid_forward` are
+    not checked, unless they have a method `class_labels(y)`, which takes and returns NumPy arrays, with 0 in the place of labels
+    that the loss ignores.
+
     Gradients of earlier backward passes that no `step` has used are dropped, except those that `accumulate` or
     `grad_req="add"` adds up. Splits, divisors and checks are decided by the first batch of each shape.
 
@@ -113,6 +118,8 @@ def train_batch(
     ------
     TrainerError
         The loss does not hold one number per example. Nothing was updated.
+    DataError
+        A class label is out of range.
     """
     options = split_f, ignore_stale_grad, micro_steps
     step = trainer.kept.get("train_batch") if isinstance(trainer, Trainer) else None

@@ -296,7 +296,7 @@ class TakesOneTuple(nn.HybridBlock):
 def test_a_hybridized_first_stage_takes_the_input_as_it_comes():
     first = TakesOneTuple()
     first.hybridize()
-    model = initialized(mgpu.Pipeline([first, nn.Dense(1, in_units=16)], contexts(2), 2))
+    model = initialized(mgpu.Pipeline([first, nn.Dense(5, in_units=16)], contexts(2), 2))
     X, y = batches()[0]
     assert len(mgpu.train_batch(model, LOSS, mgpu.Trainer(model, "sgd"), (X, X), y).losses) > 0
 

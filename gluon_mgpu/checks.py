@@ -254,7 +254,7 @@ class _Short(reprlib.Repr):
         kind = type(x).__name__
         try:
             if isinstance(x, type):
-                return f"the class {x.__name__}"
+                return f"the class {_public_name(x)}"
             if hasattr(x, "dtype") and getattr(x, "shape", ()) != ():
                 return f"{kind} of shape {tuple(x.shape)} and dtype {getattr(x.dtype, '__name__', x.dtype)}"
             if isinstance(x, partial):

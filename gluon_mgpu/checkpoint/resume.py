@@ -189,11 +189,9 @@ def check_data(position: FitProgress, train_iter: Iterable[Any], test_iter: Opti
     for one, epoch in ((train_iter, position.loader_epoch), (test_iter, position.test_epoch)):
         if epoch == -1 and hasattr(one, "fingerprint"):  # other iterators may count from there
             raise StateError("fit: got a checkpoint in epoch -1 of its data; expected 0 or more. Use another checkpoint.")
-    sampler = getattr(train_iter, "_batch_sampler", None)
-    rolls = rolls_over(train_iter) or getattr(sampler, "_last_batch", "") == "rollover"
     shuffles = isinstance(train_iter, io.NDArrayIter) and train_iter.shuffle
     ahead = bool(getattr(train_iter, "auto_reload", False))  # it draws an order before the epoch begins
-    if ahead or (rolls or shuffles) and position.step > position.batches:
+    if ahead or (rolls_over(train_iter) or shuffles) and position.step > position.batches:
         logger.warning("fit: the order cannot be restored of an NDArrayIter that shuffles, of auto_reload and what rolls over.")
     then, now = position.num_batches, num_batches_of(train_iter)
     if not then or not now or then == now >= position.batches:

@@ -11,7 +11,7 @@ from typing import Any, Dict, Optional, Sequence, Union
 
 import mxnet as mx
 import numpy as np
-from mxnet import gluon
+from mxnet import autograd, gluon
 
 from ..checks import flag, instance, path_of
 from ..data_parallel.step import check_network
@@ -197,12 +197,13 @@ class ReadCheckpoint:
 
         With `generators`, also restore the RNG state of Python, NumPy and MXNet; with `learning_rate`, that of the trainer.
         """
-        if self._trainer is None:
-            return set_parameters(self.content, self._net)
-        average_replicas(self._net)  # marks replicas that train separately (`LocalSGD`) as equal again
-        without = set_parameters(self.content, self._net)
-        self._trainer.resolve_shapes()  # the loaded parameters may have set them
-        self._trainer.restore(without.state(), learning_rate=learning_rate)
+        with autograd.pause():
+            if self._trainer is None:
+                return set_parameters(self.content, self._net)
+            average_replicas(self._net)  # marks replicas that train separately (`LocalSGD`) as equal again
+            without = set_parameters(self.content, self._net)
+            self._trainer.resolve_shapes()  # the loaded parameters may have set them
+            self._trainer.restore(without.state(), learning_rate=learning_rate)
         if generators:
             restore_generators(without)
         return without

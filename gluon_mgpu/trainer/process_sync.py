@@ -8,7 +8,7 @@ from collections import deque
 from typing import Deque, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
-from mxnet import gluon
+from mxnet import autograd, gluon
 
 from ..distributed import Group, group
 from ..errors import TrainerError
@@ -170,12 +170,13 @@ def broadcast_parameters(params: Params) -> None:
 
 
 def _copy_first(processes: Optional[Group], params: Sequence[gluon.Parameter]) -> None:
-    if processes is not None:
-        processes.broadcast([param.list_data()[0] for param in params])
-    for param in params:
-        first, *others = param.list_data()
-        for other in others:
-            first.copyto(other)
+    with autograd.pause():
+        if processes is not None:
+            processes.broadcast([param.list_data()[0] for param in params])
+        for param in params:
+            first, *others = param.list_data()
+            for other in others:
+                first.copyto(other)
 
 
 def _described(names: Sequence[str], params: Sequence[gluon.Parameter], *, options: bool = True) -> Dict[str, str]:

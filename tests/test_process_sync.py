@@ -118,7 +118,8 @@ LATER = """
     def hand(**options):
         train(*made(), **(options if other else {}))
     def with_train_batch():
-        mgpu.train_batch(made()[0], loss, made()[1], X, y + me.rank)
+        net, trainer = made()
+        mgpu.train_batch(net, loss, trainer, X, y + me.rank)
     def alike():
         net, trainer = made()
         for step in range(40):

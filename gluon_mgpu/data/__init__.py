@@ -2,7 +2,7 @@
 
 ```
 images          load_digits, load_mnist, load_fashion_mnist, load_idx_folder, ImageData
-batches         ArrayLoader; of one process of a job: ShardedSampler; prefetch is in gluon_mgpu
+batches         ArrayLoader; in a job: ShardedSampler, JoinedBatches; prefetch is in gluon_mgpu
 sentence pairs  read_pairs, read_tsv, korean_numbers, SentencePairs, filter_pairs, split_pairs
 tokens          build_vocabulary, load_vocabulary, Vocabulary, PAD, BOS, EOS, UNK; encode_pairs, PairLoader
 ```

@@ -385,18 +385,33 @@ def test_who_ends_well_while_others_run_on_is_named(run, monkeypatch):
 
 @pytest.mark.parametrize("others_calls, code", [(3, 0), (4, 1)])
 def test_who_waits_for_one_that_has_ended_ends_the_job(run, others_calls, code):
-    """Workers count their collective calls: one has begun a fourth, which the other one never will."""
+    """Workers note their collective calls: one has begun a fourth, which the other one never will."""
     program = f"""
 import os, time
 rank = int(os.environ["GLUON_MGPU_RANK"])
 with open(os.environ["GLUON_MGPU_COLLECTIVES"], "r+b") as file:
-    file.seek(8 * rank)
+    file.seek(8 * 65 * rank)
     file.write((3 if rank else {others_calls}).to_bytes(8, "little"))
 time.sleep(1 if not rank else 0)
 """
     assert run(program, max_restarts=2) == code
     assert ("rank 0 waits for rank 1, which has ended with status 0. Give every process the same" in run.err) is bool(code)
     assert "restart 1" not in run.err
+
+
+@pytest.mark.parametrize("others_kind, code", [(7, 0), (8, 1)])
+def test_processes_in_different_calls_end_the_job(run, others_kind, code):
+    """Behind the number of calls come checksums of their kinds, of which the third is another one."""
+    program = f"""
+import os, time
+rank = int(os.environ["GLUON_MGPU_RANK"])
+with open(os.environ["GLUON_MGPU_COLLECTIVES"], "r+b") as file:
+    for at, number in reversed([*enumerate((3, 7, 7, 7 if rank else {others_kind}))]):
+        file.seek(8 * (at + 1 - (at == 0) + 65 * rank))
+        file.write(number.to_bytes(8, "little"))
+time.sleep({2 * code})
+"""
+    assert run(program, max_restarts=2) == code
 
 
 def test_output_comes_whole(run):

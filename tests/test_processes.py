@@ -410,7 +410,7 @@ def test_a_store_of_the_programs_own_is_told(monkeypatch):
 def group_of(backend):
     """A group of two processes whose backend is a stand-in."""
     group = object.__new__(distributed.Group)
-    group.process, group.backend, group._counts = distributed.Process(0, 2, 0, 2, 0, 1, 0), backend, [0, 0]
+    group.process, group.backend, group._note = distributed.Process(0, 2, 0, 2, 0, 1, 0), backend, lambda kind: None
     return group
 
 

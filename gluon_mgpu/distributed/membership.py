@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import zlib
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import ContextManager, Iterator, List, Optional, Protocol, Sequence, Tuple, Union
@@ -15,7 +16,7 @@ from ..nested import Array
 from ..runtime.loaded import mxnet as mx
 from .dist_sync import DistSync
 from .horovod import Horovod
-from .process import COLLECTIVES, Process, this_process
+from .process import COLLECTIVES, LATEST, Process, this_process
 
 _LEAST_BYTES = 256  # smallest buffer of a message: it doubles until the message fits
 _MOST_BYTES = 2**24 - 1  # largest message: its size is sent as a float32, to which 2**24 and 2**24 + 1 are the same
@@ -53,12 +54,16 @@ class Group:
             DistSync(process) if os.environ.get("DMLC_ROLE") == "worker" else Horovod(process)
         )
         path = os.environ.get(COLLECTIVES)
-        self._counts = np.memmap(path, np.int64, "r+") if path else np.zeros(process.local_processes, np.int64)
+        notes = np.memmap(path, np.int64, "r+") if path else np.zeros(process.local_processes * (1 + LATEST), np.int64)
+        self._notes = notes.reshape(process.local_processes, -1)[process.local_rank]
+        self._calls, self._kinds = 0, 0
         self._numbers: Optional[Tuple[Array, QueuedSum]] = None  # one of each process, and what exchanges them
 
-    def _count(self) -> None:
-        """Count a collective call where the launcher sees it: it ends a job in which a process waits for one that has ended."""
-        self._counts[self.process.local_rank] += 1
+    def _note(self, kind: bytes) -> None:
+        """Note a collective call where the launcher sees it: it ends a job in which processes wait for each other for ever."""
+        self._calls, self._kinds = self._calls + 1, zlib.crc32(kind, self._kinds)
+        self._notes[1 + self._calls % LATEST] = self._kinds
+        self._notes[0] = self._calls
 
     def all_reduce(self, gradients: Sequence[Array]) -> QueuedSum:
         """Return an operation whose `run(priority)` sums the arrays, one per device, over devices and processes, in place."""
@@ -66,7 +71,7 @@ class Group:
 
     def all_gather_bytes(self, message: bytes) -> List[bytes]:
         """Gather a message from every process; return them in rank order. Waits for all processes."""
-        self._count()
+        self._note(b"messages")
         sizes = [int(size) for size in self.backend.all_gather(np.array([len(message)], np.float32))[:, 0]]
         if max(sizes) > _MOST_BYTES:
             raise ProcessError(
@@ -81,7 +86,7 @@ class Group:
 
     def all_gather(self, numbers: np.ndarray) -> np.ndarray:
         """Gather float32 numbers, shape (n,), from every process; return them in rank order, shape (processes, n). Waits."""
-        self._count()
+        self._note(b"numbers")
         return self.backend.all_gather(numbers)
 
     def exchange(self, number: int) -> Array:
@@ -89,7 +94,7 @@ class Group:
         if self._numbers is None:
             numbers = mx.nd.zeros((self.process.num_processes,), ctx=mx.cpu())
             self._numbers = numbers, self.backend.all_reduce([numbers], any_order=True)
-        self._count()
+        self._note(b"step")
         numbers, total = self._numbers
         numbers[:] = 0
         numbers[self.process.rank] = number
@@ -98,7 +103,7 @@ class Group:
 
     def broadcast(self, arrays: Sequence[Array]) -> None:
         """Set arrays to those of process 0, in place. Waits for all processes."""
-        self._count()
+        self._note(b"broadcast")
         own = [array.as_nd_ndarray() for array in arrays]
         numbers = [_as_floats(array.asnumpy()) for array in own]
         together = np.concatenate([np.zeros(1, np.float32), *numbers])
@@ -113,7 +118,7 @@ class Group:
 
     def barrier(self) -> None:
         """Wait until every process has reached this call."""
-        self._count()
+        self._note(b"barrier")
         mx.nd.waitall()
         self.backend.barrier()
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Dict, Mapping, Optional
 
 PREFIX = "GLUON_MGPU_"
-COLLECTIVES = f"{PREFIX}COLLECTIVES"  # names the file in which the processes of a machine count their collective calls
+COLLECTIVES = f"{PREFIX}COLLECTIVES"  # names the file in which the processes of a machine note their collective calls
+LATEST = 64  # calls in it: of each process their number, then a checksum of the kinds up to each of the latest ones
 REQUEUE = 85  # the exit code after SIGUSR1: saved, start the same command again. sysexits.h and shells use no code near it
 
 

@@ -23,7 +23,7 @@ from tempfile import NamedTemporaryFile
 from types import FrameType
 from typing import Callable, Dict, List, Optional, Sequence
 
-from ..process import LaunchError, exit_code_of
+from ..process import LATEST, LaunchError, exit_code_of
 from . import guard
 from .heartbeats import JOINED
 from .job import Job
@@ -136,7 +136,7 @@ class Supervisor:
                 port = stack.enter_context(reserve_port(self._host)).getsockname()[1]
             self._started = []
             self._counts = stack.enter_context(NamedTemporaryFile(prefix="gluon_mgpu-"))
-            self._counts.truncate(8 * job.num_processes)  # int64, see `Group`
+            self._counts.truncate(8 * job.num_processes * (1 + LATEST))  # int64, see `Group`
             wanted = tasks(job, self._host, (self._root, port), self._counts.name)
             _check_limit(len(wanted))
             try:
@@ -185,9 +185,9 @@ class Supervisor:
             if is_done():
                 return None
             ended = [one for one in self._started if one.task.slot >= 0 and one.gone]
-            waits = self._first_waiting(ended)
+            waits = self._first_waiting()
             if waits:
-                return Failure(f"{waits}, which has ended with status 0. {_EQUAL}", 1, can_restart=False)
+                return Failure(f"{waits}. {_EQUAL}", 1, can_restart=False)
             if self._workers_left() and ended and not is_told and time.monotonic() - ended[0].ended_at > _LONG_S:
                 is_told = True
                 self._output.report(
@@ -199,15 +199,19 @@ class Supervisor:
                 return Failure(_NOT_JOINED.format(job.num_nodes, patience_s, *(job.master or ())), 1, can_restart=False)
         return Failure("got a signal", 1)
 
-    def _first_waiting(self, ended: Sequence[Started]) -> str:
-        """Return which worker has begun a collective call that one of these, who have ended well, never will; "" if none has."""
-        if not ended:
-            return ""
+    def _first_waiting(self) -> str:
+        """Return which worker has begun a collective call that another never will: that has ended well, or is in another call."""
         self._counts.seek(0)
-        counts = array("q", self._counts.read())
-        first = min(ended, key=lambda one: counts[one.task.slot])
-        waiting = [one for one in self._workers_left() if counts[one.task.slot] > counts[first.task.slot]]
-        return f"rank {waiting[0].task.name} waits for rank {first.task.name}" if waiting else ""
+        noted, size = array("q", self._counts.read()), 1 + LATEST  # see `Group`
+        workers = [(one, noted[one.task.slot * size :][:size]) for one in self._started if one.task.slot >= 0]
+        for first, calls in workers:
+            for other, others in workers:
+                place, name, last = 1 + calls[0] % LATEST, first.task.name, other.task.name
+                if first.gone and not other.gone and calls[0] < others[0]:
+                    return f"rank {last} waits for rank {name}, which has ended with status 0"
+                if 0 < calls[0] <= others[0] < calls[0] + LATEST and calls[place] != others[place]:
+                    return f"rank {last} and rank {name} wait for each other, in different calls, such as a step and a save"
+        return ""
 
     def _have_all_joined(self) -> bool:
         return JOINED in self._started[-1].log.path.read_text("utf-8", "replace")

@@ -297,6 +297,8 @@ class Trainer(gluon.Trainer):
         if batch_size == 0:  # the gradients so far are of other data
             self.gradients.drop_unused()
         if self._num_open:
+            if not self.sharded_data:  # of which processes may have other numbers
+                self.exchange(batch_size, accumulates=True)
             self.gradients.count(adds=not self._sum.hold())
             self._num_counted += batch_size
             if not self.sharded_data:  # other processes may have other numbers of batches
@@ -617,10 +619,10 @@ class Trainer(gluon.Trainer):
         self._summed = slabs
         self._apply(slabs, batch_size)
 
-    def exchange(self, batch_size: float) -> None:
+    def exchange(self, batch_size: float, *, accumulates: bool = False) -> None:
         """Check that all processes sum the same gradients, before they do: see `ProcessSync.step`."""
         if self._process_sync.in_job:
-            shared = {} if self.sharded_data else {"batch size": batch_size}
+            shared = {} if self.sharded_data else {"inside accumulate()": accumulates, "batch size": batch_size}
             self._process_sync.step({**self._facts(self._optimizer), **shared}, divides=not self.sharded_data)
 
     def _reduce(self, slabs: List[Slab]) -> None:

@@ -15,6 +15,7 @@ from .test_processes import BEGIN, ended, launched
 pytestmark = pytest.mark.timeout(600)
 
 WORLD = """
+    import contextlib
     from gluon_mgpu.errors import ReplicaError, TrainerError
     other = me.rank == 1
     loss, X, y = gluon.loss.L2Loss(), np.ones((4, 2), "float32"), np.zeros((4, 2), "float32")
@@ -49,6 +50,8 @@ AT_START = {
     "other shapes": ({"units": 3}, "shape of 0.weight: (2, 2) in rank 0; (3, 2) in rank 1"),
     "another dtype": ({"dtype": "float64"}, "dtype of 0.weight"),
     "another order": ({"names": "ba", "flat": True}, "parameter 0: a_weight in rank 0; b_weight in rank 1"),
+    "another order of layers": ({"names": "ba"}, "Gluon's name of 0.weight: a_weight in rank 0; b_weight in rank 1"),
+    "a frozen layer of a list": ({"req": "null", "flat": True}, "grad_req of a_weight: write in rank 0; null in rank 1"),
     "a frozen layer": ({"req": "null"}, "grad_req of 0.weight: write in rank 0; null in rank 1"),
     "a multiplier": ({"mult": 0.5}, "lr_mult of 0.weight: 1.0 in rank 0; 0.5 in rank 1"),
     "another rate": ({"rate": 0.2}, "learning_rate: 0.1 in rank 0; 0.2 in rank 1"),
@@ -134,6 +137,25 @@ LATER = """
     def fitted():
         net, trainer = made()
         mgpu.fit(net, loss, trainer, [(X, y)] * 3, epochs=1, metrics=(), callbacks=[Sets()])
+    def frozen():
+        net, trainer = made(req="null")
+        train(net, trainer)
+        weights(net, trainer) if other else None
+        trainer.check_replicas()
+    def part():
+        net, _ = made()
+        weights(net, None) if other else None
+        mgpu.train_batch(net, loss, mgpu.Trainer(net[1].collect_params(), "sgd"), X, y)
+    def accumulating():
+        net, trainer = made()
+        with trainer.accumulate() if other else contextlib.nullcontext():
+            train(net, trainer)
+    def counted_names():
+        gluon.nn.Dense(1) if other else None
+        net = gluon.nn.Sequential()
+        net.add(*[gluon.nn.Dense(2, in_units=2, use_bias=False) for _ in range(2)])
+        net.initialize(init.One(), ctx=ctx)
+        train(net, mgpu.Trainer(net.collect_params(), "sgd"))
     def saved():
         net, trainer = made()
         weights(net, trainer) if other else None
@@ -142,6 +164,7 @@ LATER = """
     found = {"rate": error(at_third_step, rate), "wd": error(at_third_step, clip), "size": error(hand, size=2)}
     found.update(labels=error(hand, labels=y + 1), batch=error(with_train_batch))
     found.update(weights=error(checked, weights), rate_checked=error(checked, rate), fit=error(fitted), save=error(saved))
+    found.update(frozen=error(frozen), part=error(part), accumulating=error(accumulating))
     net, trainer = made()
     weights(net, trainer) if not me.rank else None
     mgpu.broadcast_parameters(net)
@@ -155,7 +178,8 @@ LATER = """
     mgpu.broadcast_parameters(special)
     numbers = [one.data().astype("float32").asnumpy().tolist() for one in special.values()]
     tell("later", weights=net[0].weight.data().asnumpy().tolist(), alike=alike(), numbers=numbers,
-         broadcast=error(mgpu.broadcast_parameters, other_net), **{"error " + name: one for name, one in found.items()})
+         counted_names=error(counted_names), broadcast=error(mgpu.broadcast_parameters, other_net),
+         **{"error " + name: one for name, one in found.items()})
 """
 
 
@@ -183,7 +207,10 @@ def test_what_one_process_changes_later(told):
         for name in ("labels", "batch"):
             assert "got checksum of the labels of the first batch: " in found[name]
             assert "Trainer(sharded_data=True)" in found[name]
-        for name in ("weights", "fit", "save"):
+        assert "got inside accumulate(): False in rank 0; True in rank 1" in found["accumulating"]
+        assert found["part"].startswith("TrainerError: train_batch: got values of 0.weight: ")
+        assert "mgpu.broadcast_parameters(net)" in found["part"]
+        for name in ("weights", "fit", "save", "frozen"):
             assert found[name].startswith("ReplicaError: ")
             assert "set_data" in found[name].split("test")[0]  # before the devices
 
@@ -216,6 +243,7 @@ def test_a_process_with_fewer_batches_goes_on_with_empty_ones(told, way):
 
 def test_changes_that_all_make_are_no_difference(told):
     assert told[0]["later"]["alike"] == told[1]["later"]["alike"]
+    assert [one["later"]["counted_names"] for one in told] == [None, None]
 
 
 def test_a_layer_that_one_process_freezes_ends_the_job(tmp_path):

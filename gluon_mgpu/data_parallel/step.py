@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, Callable, Deque, List, Optional, Sequence, Tuple
+from weakref import WeakSet
 
 from mxnet import gluon
 
@@ -17,6 +18,7 @@ from ..refusals import refusal
 from ..trainer.gradients import note_parts
 from ..trainer.options import check_not_recording
 from ..trainer.parameters import has_values
+from ..trainer.process_sync import check_others
 from ..trainer.running_stats import note_examples, running_stats
 from ..trainer.trainer import Trainer
 from .batchnorm import check_shards
@@ -335,6 +337,10 @@ class TrainStep:
         if group() is not None and not has_values(trainer.params):
             raise refusal(self._operation, "several processes", "layers that the first batch does not reach")
         self._open = any(param._deferred_init for param in params)
+        compared = trainer.kept.setdefault("compared", WeakSet())
+        if group() is not None and isinstance(compared, WeakSet) and self._net not in compared:
+            compared.add(self._net)
+            check_others(self._operation, self._net, trainer.params)
         self._stats = running_stats(self._net)
         trainer.running_stats.add(self._stats)
 

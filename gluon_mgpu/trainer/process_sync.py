@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections import deque
-from typing import Deque, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Deque, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 import numpy as np
 from mxnet import autograd, gluon
@@ -24,6 +25,7 @@ _LAG = 16  # steps after which the checksums of all processes are read: they hav
 Facts = Mapping[str, object]  # what all processes must have in common, by the words in which errors name it
 
 _SAME = "Build the same network and trainer in each, and change them in all before the same step"
+_OF_BATCH = (_LABELS := "checksum of the labels of the first batch"), "batch size"
 _ALIKE = "Shuffle alike, for example after np.random.seed(0), or let each read its own data: Trainer(sharded_data=True)"
 
 
@@ -69,7 +71,7 @@ class ProcessSync:
         """
         if self._processes is not None and self._is_waiting:
             self._is_waiting = False
-            _check_same("Trainer", self._processes, {**_described(self._layout.names, self._layout.params), **options})
+            _check_same("Trainer", self._processes, {**self._description(), **options}, self._layout.names)
             _copy_first(self._processes, self._layout.params)
 
     def step(self, options: Facts, *, divides: bool) -> None:
@@ -87,20 +89,23 @@ class ProcessSync:
             return
         before, is_first, has_changed = self._params, self._version is None, layout.version != self._version
         if has_changed:
-            self._params, self._version = _described(layout.names, layout.params), layout.version
+            self._params, self._version = self._description(), layout.version
         facts = {**self._params, **options} if has_changed else options
         if is_first:
-            labels = {"checksum of the labels of the first batch": first_labels()} if divides else {}
-            _check_same("Trainer.step", processes, {**facts, **labels}, _ALIKE)
+            labels = {_LABELS: first_labels()} if divides else {}
+            _check_same("Trainer.step", processes, {**facts, **labels}, layout.names)
         checksum = zlib.crc32(repr((self._params, options)).encode()) >> 8  # 24 bits, which a float32 holds
         self._queued.append((facts, checksum, processes.exchange(checksum)))
         if has_changed and not is_first and (self._queued[-1][2].asnumpy() != checksum).any():
             name = next((one for one in self._params if before.get(one) != self._params[one]), "an option")
             raise TrainerError(
-                f"Trainer.step: got {name} changed from {before.get(name)} to {self._params.get(name)} in rank "
-                f"{processes.process.rank}, and not in all others; expected the same change in all. {_SAME}."
+                f"Trainer.step: got {_named(name, layout.names)} changed from {before.get(name)} to {self._params.get(name)} in "
+                f"rank {processes.process.rank}, and not in all others; expected the same change in all. {_SAME}."
             )
         self._check(_LAG)
+
+    def _description(self) -> Dict[str, str]:
+        return _described(self._layout.names, self._layout.params, structural=self._layout.structural)
 
     def settle(self) -> None:
         """Check the latest steps, too, and wait for them. All processes must call it after the same step."""
@@ -110,7 +115,7 @@ class ProcessSync:
         while self._processes is not None and len(self._queued) > num_left:
             facts, checksum, everyones = self._queued.popleft()
             if (everyones.asnumpy() != checksum).any():  # every process sees that, after the same step
-                _check_same("Trainer.step", self._processes, {**facts, **self._params})
+                _check_same("Trainer.step", self._processes, {**facts, **self._params}, self._layout.names)
 
     def check_begun(self, operation: str, *, divides: bool = False) -> None:
         """Raise `TrainerError` if the latest gradients are of weights that differ between the processes.
@@ -165,8 +170,19 @@ def broadcast_parameters(params: Params) -> None:
             f"broadcast_parameters: got {unknown} without a known shape; expected values. Pass it one batch first."
         )
     if processes is not None:
-        _check_same("broadcast_parameters", processes, _described(list(named), list(named.values()), options=False))
+        own = _described(list(named), list(named.values()), structural=isinstance(params, gluon.Block), options=False)
+        _check_same("broadcast_parameters", processes, own, list(named))
     _copy_first(processes, list(named.values()))
+
+
+def check_others(operation: str, net: gluon.Block, trained: Sequence[gluon.Parameter]) -> None:
+    """Raise `TrainerError` if the values that a trainer does not share differ between the processes of a job. Waits for all."""
+    processes, own = group(), set(map(id, trained))
+    named = {name: param for name, param in named_params(net).items() if id(param) not in own and param._data}
+    if processes is not None:
+        sums = {f"values of {name}": zlib.crc32(param.list_data()[0].asnumpy().tobytes()) for name, param in named.items()}
+        advice = "Call mgpu.broadcast_parameters(net) in all before, or give the trainer the whole network: Trainer(net)"
+        _check_same(operation, processes, sums, (), advice)
 
 
 def _copy_first(processes: Optional[Group], params: Sequence[gluon.Parameter]) -> None:
@@ -179,18 +195,46 @@ def _copy_first(processes: Optional[Group], params: Sequence[gluon.Parameter]) -
                 first.copyto(other)
 
 
-def _described(names: Sequence[str], params: Sequence[gluon.Parameter], *, options: bool = True) -> Dict[str, str]:
+def _described(
+    names: Sequence[str], params: Sequence[gluon.Parameter], *, structural: bool, options: bool = True
+) -> Dict[str, str]:
     """Return what makes parameters the same, by words for errors; with `options`, also what makes their updates the same."""
     found = {"number of parameters": str(len(params))}
-    for place, (name, param) in enumerate(zip(names, params)):
-        found.update({f"parameter {place}": name, f"shape of {name}": str(param.shape)})
-        found[f"dtype of {name}"] = np.dtype(param.dtype).name
+    own = _uncounted([param.name for param in params])
+    for place, (name, gluons, param) in enumerate(zip(names if structural else _uncounted(names), own, params)):
+        what = f"parameter {place}"
+        found.update({what: name, f"Gluon's name of {what}": gluons, f"shape of {what}": str(param.shape)})
+        found[f"dtype of {what}"] = np.dtype(param.dtype).name
         if options:
-            found.update({f"{one} of {name}": str(getattr(param, one)) for one in ("grad_req", "lr_mult", "wd_mult")})
+            found.update({f"{one} of {what}": str(getattr(param, one)) for one in ("grad_req", "lr_mult", "wd_mult")})
     return found
 
 
-def _check_same(operation: str, processes: Group, facts: Facts, advice: str = "") -> None:
+def _named(what: str, names: Sequence[str]) -> str:
+    """Return a word of `_described` with this process's name of the parameter."""
+    return re.sub(" of parameter ([0-9]+)$", lambda found: f" of {names[int(found[1])]}", what)
+
+
+def _uncounted(names: Sequence[str]) -> List[str]:
+    """Return names with the numbers from 0 that Gluon counts up in a process, which may have made other layers before.
+
+    Examples
+    --------
+    >>> _uncounted(["dense12_weight", "dense7_weight", "net3_dense0_bias"])
+    ['dense1_weight', 'dense0_weight', 'net0_dense0_bias']
+    """
+    parts = [re.split("([0-9]+)", name) for name in names]
+    for at in range(1, max(map(len, parts)), 2):
+        numbers: Dict[Tuple[str, ...], Set[str]] = {}
+        for one in parts:
+            numbers.setdefault(tuple(one[:at]), set()).update(one[at : at + 1])
+        ranks = {before: sorted(found, key=lambda text: (len(text), text)) for before, found in numbers.items()}
+        for one in parts:
+            one[at : at + 1] = [str(ranks[tuple(one[:at])].index(number)) for number in one[at : at + 1]]
+    return ["".join(one) for one in parts]
+
+
+def _check_same(operation: str, processes: Group, facts: Facts, names: Sequence[str], advice: str = "") -> None:
     """Raise `TrainerError` if facts differ between the processes: it names the first one and the ranks. Waits for all."""
     own = json.dumps({name: str(value) for name, value in facts.items()}).encode()
     if len(set(processes.all_gather_bytes(str(zlib.crc32(own)).encode()))) == 1:
@@ -202,4 +246,5 @@ def _check_same(operation: str, processes: Group, facts: Facts, advice: str = ""
             ranks.setdefault(one.get(name, "nothing"), []).append(rank)
         if len(ranks) > 1:
             found = "; ".join(f"{value} in rank {', '.join(map(str, those))}" for value, those in ranks.items())
-            raise TrainerError(f"{operation}: got {name}: {found}; expected the same in all processes. {advice or _SAME}.")
+            what, advice = _named(name, names), advice or (_ALIKE if name in _OF_BATCH else _SAME)
+            raise TrainerError(f"{operation}: got {what}: {found}; expected the same in all processes. {advice}.")

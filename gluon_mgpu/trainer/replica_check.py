@@ -125,7 +125,11 @@ class ReplicaCheck:
 
     def verify(self) -> None:
         """Compare the replicas now, and wait for them; raise `ReplicaError` if they differ."""
-        slabs, processes = self._layout.slabs, self._processes
+        layout, processes = self._layout, self._processes
+        slabs = list(layout.slabs)
+        for index, param in enumerate(layout.params):
+            if param.grad_req == "null" and param._differentiable and param._data:  # frozen
+                slabs.append(Slab((index,), tuple(param.list_ctx()), param.list_data(), []))
         of_process = "" if processes is None else f" of process {processes.process.rank}"
         own = [{f"{one}{of_process}": self._checksum(slab, i) for i, one in enumerate(slab.contexts)} for slab in slabs]
         everyone = [own]
@@ -137,7 +141,7 @@ class ReplicaCheck:
             if others:
                 is_known = 2 * count > len(sums)  # the others agree
                 wrong = [device for device, one in sums.items() if one != most or not is_known]
-                names = [self._layout.names[index] for index in slab.indices]
+                names = [layout.names[index] for index in slab.indices]
                 more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
                 raise ReplicaError(
                     f"Trainer.step: got other bits on {', '.join(wrong)} in bucket {at} ({', '.join(names[:_MOST_NAMES])}{more}) "

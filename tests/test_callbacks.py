@@ -290,14 +290,15 @@ def test_best_follows_the_mode(tmp_path, monitor, mode, best):
 SMALLER = (
     "train_loss f1_loss mae val_MAE testMSE RMSE test_error top_5_error error_rate test_perplexity ppl nll neg_log_likelihood "
     "NegativeLogLikelihood cross-entropy CrossEntropy word_error_rate wer cer ter fid brier_score hamming_loss mape fpr95 "
-    "kl_divergence"
+    "kl_divergence top5_err false_negative_rate test_negative_log_likelihood_loss"
 )
 LARGER = (
     "accuracy test_accuracy_top5 top_5_accuracy TopKAccuracy val_acc1 f1_macro F1Score roc_auc AUROC recall@10 average_precision "
     "bleu4 chrF rouge-L mIoU test_mAP map50 R2 pearsonr PearsonCorrelation MCC pcc ndcg@10 hit_rate valid_exact_match "
-    "log_likelihood neg_mean_squared_error"  # scikit-learn's, an error with its sign changed
+    "log_likelihood negative_mae neg_mean_squared_error neg_log_loss"  # scikit-learn's, errors with their sign changed
 )
-OPEN = "score test_own grad_norm seconds accuracy_drop loss_ratio inaccuracy lossless filter heatmap character error_accuracy"
+OPEN = "score test_own grad_norm seconds accuracy_drop loss_ratio inaccuracy lossless filter heatmap character error_accuracy "
+OPEN += "1-accuracy one_minus_acc neg_accuracy neg_loss"
 
 
 @pytest.mark.parametrize("names, direction", [(SMALLER, "min"), (LARGER, "max"), (OPEN, "")])

@@ -20,9 +20,9 @@ Metrics = Union[Sequence[Metric], Mapping[str, Metric]]
 
 # Words of the names of metrics; * stands for any letters before the rest.
 _SMALLER = """
-    negative_log_likelihood *loss *error *errors cross_?entropy *divergence *distance perplexity ppl nll bce ce mae mse rmse msle
-    rmsle mape smape wmape medae wer cer ter eer epe ece fid kid lpips kl kld mpd fpr fnr false_positive_rate false_negative_rate
-    false_discovery_rate bpc bpb bits_per_byte bits_per_char cost regret brier hausdorff levenshtein
+    neg(ative)?_log_?likelihood *loss *error *errors cross_?entropy *divergence *distance perplexity ppl err nll bce ce mae
+    mse rmse msle rmsle mape smape wmape medae wer cer ter eer epe ece fid kid lpips kl kld mpd fpr fnr false_positive_rate
+    false_negative_rate false_discovery_rate bpc bpb bits_per_byte bits_per_char cost regret brier hausdorff levenshtein
 """
 _LARGER = """
     accuracy acc f1(score)? fbeta auc roc_?auc auroc auprc ap map m?[gdc]?iou precision recall sensitivity specificity
@@ -168,11 +168,12 @@ def direction_of(column: str) -> str:
     """
     name = re.sub(r"\W", "_", column)
     forms = name.lower(), re.sub("(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()  # mIoU, TopKAccuracy
-    if any(form.endswith("loss") for form in forms):
-        return "min"
     found = {kind for form in forms for match in _WORDS.finditer(form) for kind, word in match.groupdict().items() if word}
-    if any(re.search("(^|_)neg_", form) for form in forms):  # scikit-learn's names of errors
-        found = {{"min": "max", "max": "min"}.get(kind, kind) for kind in found}
+    is_opposite = any(map(_OPPOSITE.search, forms))
+    if any(form.endswith("loss") for form in forms):
+        found = {"min" if not is_opposite or "log_loss" in name.lower() else "open"}  # neg_loss may be that of one class
+    if is_opposite:  # scikit-learn's names of errors
+        found = {{"min": "max"}.get(kind, "open") for kind in found}
     return found.pop() if len(found) == 1 and found != {"open"} else ""
 
 
@@ -180,6 +181,9 @@ def _pattern(words: str) -> str:
     return "|".join(words.split()).replace("*", "[a-z]*")
 
 
+_OPPOSITE = re.compile(
+    "(^|_)(neg(?!_log_?likelihood)|(?<!false_)(?<!true_)negative(?!_log_?likelihood)|minus|inverse)_|^((test|valid|val|train)_)?1_"
+)
 # Digits and _ separate words, and so do the prefixes of columns.
 _WORDS = re.compile(
     rf"(?<![a-z])(?:test|valid|val|train|eval|dev)?"

@@ -192,6 +192,7 @@ FORGED = {
     "of dates": lambda arrays: npz({**arrays, "state/0": arrays["state/0"].astype("datetime64[s]")}),
     "of a huge shape": lambda arrays: npz(arrays).replace(b"'shape': (4, 5)", b"'shape': (0, 5)"),
     "unknown": lambda arrays: npz({**arrays, "state/0/x": 1.0}),
+    "of no parameter": lambda arrays: npz({**arrays, "state/99": np.zeros(3, "float32")}),
     "gone": lambda arrays: npz({name: array for name, array in arrays.items() if name != "state/0"}),
     "no zip file": lambda arrays: b"PK",
     "of no sum": lambda arrays: npz({**arrays, "sum/x": 1.0}),
@@ -235,7 +236,7 @@ def test_states_are_read_as_strictly(run, tmp_path):
     values = json.loads(arrays.pop("trainer.json").tobytes())
     texts = [json.dumps({**values, "names": 3}), "[" * 10**5, json.dumps({**values, "counts": {"0": -1}}), "[]"]
     altered = [npz({**arrays, "trainer.json": np.frombuffer(text.encode(), np.uint8)}) for text in texts]
-    for content in [*altered, *(forged(arrays) for forged in list(FORGED.values())[:8])]:
+    for content in [*altered, *(forged(arrays) for forged in list(FORGED.values())[:9])]:
         (tmp_path / "states").write_bytes(content)
         assert_refused(run, lambda: run.trainer.load_states(str(tmp_path / "states")), "which is damaged")
     assert_refused(run, lambda: run.trainer.load_states("/dev/zero"), "Not a regular file")

@@ -94,10 +94,10 @@ def from_values(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> 
     """
     kept = {field.name: values[field.name] for field in fields(TrainerState)}
     check_form(kept, FORM, "the trainer's state")
-    others = [name for name in arrays if not re.fullmatch(rf"{STATE}[0-9]+(/[0-9]+)*", name)]
+    others = dict(arrays)
+    kept["states"] = {int(index): _state(form, others) for index, form in values["states"].items()}
     if others:
-        raise ValueError(f"the array {short(others[0])}")
-    kept["states"] = {int(index): _state(form, arrays) for index, form in values["states"].items()}
+        raise ValueError(f"the array {short(min(others))}, which is no state")
     kept["counts"] = {int(index): count for index, count in values["counts"].items()}
     return TrainerState(**kept)
 
@@ -257,10 +257,10 @@ def _form(state: Any, name: str, arrays: Dict[str, Array]) -> Any:
     )
 
 
-def _state(form: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """Return an optimizer's state of a parameter from a result of `_form`."""
+def _state(form: Any, arrays: Dict[str, np.ndarray]) -> Any:
+    """Return an optimizer's state of a parameter from a result of `_form`; take its arrays from `arrays`."""
     if isinstance(form, dict):
-        return arrays[form["array"]]
+        return arrays.pop(form["array"])
     return tuple(_state(one, arrays) for one in form) if isinstance(form, list) else form
 
 

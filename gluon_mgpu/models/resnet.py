@@ -7,9 +7,10 @@ from typing import Any
 from mxnet.gluon import nn
 
 from ..checks import flag, whole_number
+from .hybrid_block import HybridBlock, named
 
 
-class Residual(nn.HybridBlock):  # type: ignore[misc]
+class Residual(HybridBlock):
     """Two 3x3 convolutions with BatchNorm, and the input added to their output.
 
     Parameters
@@ -29,7 +30,7 @@ class Residual(nn.HybridBlock):  # type: ignore[misc]
         whole_number("Residual", "num_channels", num_channels, advice="64 is usual.")
         whole_number("Residual", "strides", strides, advice="1 or 2 is usual.")
         flag("Residual", "use_1x1conv", use_1x1conv)
-        with self.name_scope():
+        with named(self):
             self.conv1 = nn.Conv2D(num_channels, kernel_size=3, padding=1, strides=strides)
             self.conv2 = nn.Conv2D(num_channels, kernel_size=3, padding=1)
             self.conv3 = nn.Conv2D(num_channels, kernel_size=1, strides=strides) if use_1x1conv else None
@@ -37,7 +38,7 @@ class Residual(nn.HybridBlock):  # type: ignore[misc]
             self.bn2 = nn.BatchNorm()
             self.relu = nn.Activation("relu")
 
-    def hybrid_forward(self, F: Any, X: Any) -> Any:
+    def compute(self, F: Any, X: Any) -> Any:
         """Return the block's output, shape (B, num_channels, H / strides, W / strides)."""
         Y = self.relu(self.bn1(self.conv1(X)))
         Y = self.bn2(self.conv2(Y))

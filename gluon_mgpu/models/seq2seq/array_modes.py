@@ -9,6 +9,7 @@ from mxnet.gluon import nn
 from mxnet.util import is_np_array, np_array
 
 from ...nested import map_leaves
+from ...runtime.mxnet2 import is_mxnet2
 
 Method = Callable[..., Any]
 
@@ -31,25 +32,32 @@ def on_legacy_arrays(method: Method) -> Method:
     return computed
 
 
-class _LegacyParameters:
-    """Passes parameters to `hybrid_forward` as legacy arrays, even if they were initialised in np mode."""
+class _OnLegacyArrays:
+    """A layer of Gluon's for legacy arrays, even if its parameters were initialised in np mode."""
 
-    def hybrid_forward(self, F: Any, x: Any, **params: Any) -> Any:
-        legacy = {name: param.as_nd_ndarray() for name, param in params.items() if param is not None}
-        return super().hybrid_forward(F, x, **legacy)  # type: ignore[misc]
+    if is_mxnet2():
+
+        def __call__(self, x: Any) -> Any:
+            return super().__call__(x.as_np_ndarray()).as_nd_ndarray()  # type: ignore[misc]
+
+    else:
+
+        def hybrid_forward(self, F: Any, x: Any, **params: Any) -> Any:
+            legacy = {name: param.as_nd_ndarray() for name, param in params.items() if param is not None}
+            return super().hybrid_forward(F, x, **legacy)  # type: ignore[misc]
 
 
-class Dense(_LegacyParameters, nn.Dense):  # type: ignore[misc]
+class Dense(_OnLegacyArrays, nn.Dense):  # type: ignore[misc]
     """Gluon's layer, for legacy arrays in both modes."""
 
 
-class Embedding(_LegacyParameters, nn.Embedding):  # type: ignore[misc]
+class Embedding(_OnLegacyArrays, nn.Embedding):  # type: ignore[misc]
     """Gluon's layer, for legacy arrays in both modes."""
 
 
-class Dropout(nn.Dropout):  # type: ignore[misc]
+class Dropout(_OnLegacyArrays, nn.Dropout):  # type: ignore[misc]
     """Gluon's layer, except that it returns its input without a copy if the rate is 0."""
 
-    def forward(self, x: Any) -> Any:
+    def __call__(self, x: Any) -> Any:
         """Return the input with some elements set to zero."""
-        return super().forward(x) if self._rate else x
+        return super().__call__(x) if self._rate else x  # a graph of its own that returns its input would lose the gradient

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Tuple
 
-from mxnet.gluon import nn
-
 from ...checks import one_of
+from ..hybrid_block import HybridBlock, named
 from .array_modes import Dense
 
 ATTENTIONS = ("dot", "additive")
 _NEVER = -1e30  # as a score: its softmax is exactly 0
 
 
-class Attention(nn.HybridBlock):  # type: ignore[misc]
+class Attention(HybridBlock):
     """Computes, for each query, a weighted sum of the values by their keys, and joins it with the query.
 
     ```
@@ -38,13 +37,13 @@ class Attention(nn.HybridBlock):  # type: ignore[misc]
         super().__init__(**kwargs)
         one_of("Attention", "attention", kind, ATTENTIONS, advice="Pass one of these.")
         self._kind = kind
-        with self.name_scope():
+        with named(self):
             self.join = Dense(size, activation="tanh", use_bias=False, flatten=False, in_units=value_size + size)
             if kind == "additive":
                 self.query = Dense(size, use_bias=False, flatten=False, in_units=size)
                 self.score = Dense(1, use_bias=False, flatten=False, in_units=size)
 
-    def hybrid_forward(self, F: Any, queries: Any, keys: Any, values: Any, lengths: Any) -> Tuple[Any, Any]:
+    def compute(self, F: Any, queries: Any, keys: Any, values: Any, lengths: Any) -> Tuple[Any, Any]:
         """Return the joined vectors, shape (N, T, size), and the weights, shape (N, S, T).
 
         Parameters

@@ -12,6 +12,8 @@ from mxnet.gluon import nn
 from ...checks import flag, real_number, whole_number
 from ...errors import TrainerError
 from ...nested import Array, is_device_array, map_leaves
+from ...runtime.mxnet2 import is_mxnet2
+from ..hybrid_block import HybridBlock, named, stacked
 from .array_modes import Dense, Dropout, Embedding, on_legacy_arrays
 from .attention import Attention
 from .recurrent_layer import NUM_STATES, Recurrence, can_compile
@@ -23,7 +25,7 @@ Memory = Tuple[Array, Array, Array]  # keys (N, S, hidden), values (N, S, 2 hidd
 State = Tuple[Array, ...]  # of the decoder: arrays of shape (N, hidden)
 
 
-class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
+class Seq2Seq(HybridBlock):
     """An encoder-decoder with attention, which scores each next token of the target.
 
     ```
@@ -99,14 +101,16 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
                 "one array is embedding and output layer. Pass one number for both."
             )
         self.target_vocab_size, self.source_vocab_size = target_vocab_size, source_vocab_size
-        with self.name_scope():
+        with named(self):
             self.encoder = Encoder(source_vocab_size, embed_size, hidden_size, num_layers, cell, dropout, recurrence)
             scale = hidden_size**-0.5 if tied else _EMBEDDING_SCALE
             self.target_embedding = Embedding(target_vocab_size, embed_size, weight_initializer=mx.init.Normal(scale))
             self.decoder = Decoder(embed_size, hidden_size, num_layers, cell, attention, dropout, recurrence)
             self.dropout = Dropout(dropout)
-            shared = self.target_embedding.params if tied else None
-            self.output = Dense(target_vocab_size, flatten=False, in_units=hidden_size, params=shared)
+            shared = {"params": self.target_embedding.params} if tied and not is_mxnet2() else {}
+            self.output = Dense(target_vocab_size, flatten=False, in_units=hidden_size, **shared)
+        if tied and is_mxnet2():
+            self.output.weight = self.target_embedding.weight
 
     def hybridize(self, active: bool = True, **options: Any) -> None:
         """Compile the network, or stop compiling it; see `gluon.HybridBlock.hybridize`.
@@ -134,13 +138,13 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
             Other arrays than these.
         """
         source, lengths, target = _check_inputs((X, *more) if more else X)
-        if self._is_overridden():
+        if self._is_overridden() or is_mxnet2():  # where a graph has the inputs of `forward`
             return self.decode(target, *self.encode(source, lengths))[0]
         inputs = (source, lengths, target, *self.encoder.start(source, lengths))
-        return super().forward(*inputs) if can_compile(self.decoder.layers, source) else self.hybrid_forward(mx.nd, *inputs)
+        return super().forward(*inputs) if can_compile(self.decoder.layers, source) else self.compute(mx.nd, *inputs)
 
     def graph_inputs(self, X: Any) -> Optional[Tuple[Array, ...]]:
-        """Return the arguments of `hybrid_forward` for `forward(X)`, as legacy arrays; None if not all steps run at once."""
+        """Return the arguments of `compute` for `forward(X)`, as legacy arrays; None if not all steps run at once."""
         X = map_leaves(lambda _, leaf: leaf.as_nd_ndarray() if is_device_array(leaf) else leaf, X)
         with mx.util.np_array(False):
             source, lengths, target = _check_inputs(X)
@@ -180,7 +184,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         ways = ((self.encode, Seq2Seq.encode), (self.decode, Seq2Seq.decode))
         return any(getattr(way, "__func__", way) is not ours for way, ours in ways)
 
-    def hybrid_forward(self, F: Any, source: Array, lengths: Array, target: Array, backwards: Array, zeros: Array) -> Array:
+    def compute(self, F: Any, source: Array, lengths: Array, target: Array, backwards: Array, zeros: Array) -> Array:
         """Return the scores; `backwards` and `zeros` are the encoder's."""
         state, memory = self._encode(F, source, lengths, backwards, zeros)
         return self._decode(F, target, state, memory)[0]
@@ -226,7 +230,7 @@ class Seq2Seq(nn.HybridBlock):  # type: ignore[misc]
         return self.output(self.dropout(vectors)), tuple(after), weights
 
 
-class Encoder(nn.HybridBlock):  # type: ignore[misc]
+class Encoder(HybridBlock):
     """Recurrent layers in both directions, between the first and the last true token.
 
     The backward direction reads each sentence reversed within its length. MXNet's bidirectional operator begins at the padding,
@@ -238,14 +242,14 @@ class Encoder(nn.HybridBlock):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._hidden_size = hidden_size
-        with self.name_scope():
+        with named(self):
             self.embedding = Embedding(vocab_size, embed_size, weight_initializer=mx.init.Normal(_EMBEDDING_SCALE))
             self.dropout = Dropout(dropout)
-            self.forwards, self.backwards = (nn.HybridSequential(prefix=f"{way}_") for way in ("forwards", "backwards"))
-            for layers in (self.forwards, self.backwards):
-                with layers.name_scope():
-                    for i in range(num_layers):
-                        layers.add(Recurrence(cell, hidden_size, 2 * hidden_size if i else embed_size, recurrence))
+            sizes = [embed_size, *[2 * hidden_size] * (num_layers - 1)]
+            ways = ("forwards", "backwards")
+            self.forwards, self.backwards = (
+                stacked(way, (Recurrence(cell, hidden_size, size, recurrence) for size in sizes)) for way in ways
+            )
             self.keys = Dense(hidden_size, use_bias=False, flatten=False, in_units=2 * hidden_size)
             width = num_layers * NUM_STATES[cell] * hidden_size
             self.bridge = Dense(width, activation="tanh", in_units=2 * hidden_size)
@@ -281,10 +285,10 @@ class Encoder(nn.HybridBlock):  # type: ignore[misc]
         backwards, zeros
             Of `start`.
         """
-        forward = super().forward if can_compile(self.forwards, source) else partial(self.hybrid_forward, mx.nd)
+        forward = super().forward if can_compile(self.forwards, source) else partial(self.compute, mx.nd)
         return tuple(forward(source, lengths, backwards, zeros))
 
-    def hybrid_forward(self, F: Any, source: Array, lengths: Array, backwards: Array, zeros: Array) -> Tuple[Array, Array, Array]:
+    def compute(self, F: Any, source: Array, lengths: Array, backwards: Array, zeros: Array) -> Tuple[Array, Array, Array]:
         outputs = self.embedding(source)
         for ahead, back in zip(self.forwards, self.backwards):
             outputs = self.dropout(outputs)
@@ -299,7 +303,7 @@ class Encoder(nn.HybridBlock):  # type: ignore[misc]
         return values, self.keys(values), self.bridge(F.concat(*last, dim=1))
 
 
-class Decoder(nn.HybridBlock):  # type: ignore[misc]
+class Decoder(HybridBlock):
     """Recurrent layers, and attention over the encoder's values."""
 
     def __init__(
@@ -307,12 +311,10 @@ class Decoder(nn.HybridBlock):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._num_arrays = num_layers * NUM_STATES[cell]
-        with self.name_scope():
+        with named(self):
             self.dropout = Dropout(dropout)
-            self.layers = nn.HybridSequential(prefix="layers_")
-            with self.layers.name_scope():
-                for i in range(num_layers):
-                    self.layers.add(Recurrence(cell, hidden_size, hidden_size if i else embed_size, recurrence))
+            sizes = [embed_size, *[hidden_size] * (num_layers - 1)]
+            self.layers = stacked("layers", (Recurrence(cell, hidden_size, size, recurrence) for size in sizes))
             self.attention = Attention(attention, hidden_size, 2 * hidden_size)
 
     def begin(self, F: Any, first: Array) -> State:
@@ -326,12 +328,10 @@ class Decoder(nn.HybridBlock):  # type: ignore[misc]
         ----------
         embedded : NDArray, shape (T, N, embed_size)
         """
-        forward = super().forward if can_compile(self.layers, embedded) else partial(self.hybrid_forward, mx.nd)
+        forward = super().forward if can_compile(self.layers, embedded) else partial(self.compute, mx.nd)
         return tuple(forward(embedded, keys, values, lengths, *state))
 
-    def hybrid_forward(
-        self, F: Any, embedded: Array, keys: Array, values: Array, lengths: Array, *state: Array
-    ) -> Tuple[Array, ...]:
+    def compute(self, F: Any, embedded: Array, keys: Array, values: Array, lengths: Array, *state: Array) -> Tuple[Array, ...]:
         after: List[Array] = []
         outputs = embedded
         for i, layer in enumerate(self.layers):

@@ -7,11 +7,11 @@ from typing import Any, Iterable, List, Tuple
 import mxnet as mx
 import numpy as np
 from mxnet import Context, autograd
-from mxnet.gluon import nn
 
 from ...checks import one_of
 from ...nested import Array
 from ...runtime.openmp_threads import num_cores
+from ..hybrid_block import HybridBlock, named, new_parameter
 
 NUM_GATES = {"gru": 3, "lstm": 4}
 NUM_STATES = {"gru": 1, "lstm": 2}  # arrays of shape (N, hidden_size): h, and c of the LSTM
@@ -19,7 +19,7 @@ RECURRENCES = ("auto", "fused", "steps")
 _MANY = 3  # CPU contexts at once, for which steps, which take nearly twice as long, are faster than turns
 
 
-class Recurrence(nn.HybridBlock):  # type: ignore[misc]
+class Recurrence(HybridBlock):
     """A GRU or LSTM layer in one direction, steps first.
 
     ```
@@ -55,11 +55,11 @@ class Recurrence(nn.HybridBlock):  # type: ignore[misc]
         self.hidden_size, self.num_states = hidden_size, NUM_STATES[cell]
         self._cell, self._recurrence, self._num_cores = cell, recurrence, num_cores()
         width = NUM_GATES[cell] * hidden_size
-        with self.name_scope():
-            self.i2h_weight = self.params.get("i2h_weight", shape=(width, input_size))
-            self.h2h_weight = self.params.get("h2h_weight", shape=(width, hidden_size), init=_Orthogonal())
-            self.i2h_bias = self.params.get("i2h_bias", shape=(width,), init="zeros")
-            self.h2h_bias = self.params.get("h2h_bias", shape=(width,), init="zeros")
+        with named(self):
+            self.i2h_weight = new_parameter(self, "i2h_weight", shape=(width, input_size))
+            self.h2h_weight = new_parameter(self, "h2h_weight", shape=(width, hidden_size), init=_Orthogonal())
+            self.i2h_bias = new_parameter(self, "i2h_bias", shape=(width,), init="zeros")
+            self.h2h_bias = new_parameter(self, "h2h_bias", shape=(width,), init="zeros")
             self.cell = _GRUStep(hidden_size) if cell == "gru" else _LSTMStep(hidden_size)
 
     def forward(self, inputs: Array, *states: Array) -> Tuple[Array, ...]:
@@ -83,7 +83,7 @@ class Recurrence(nn.HybridBlock):  # type: ignore[misc]
             outputs.append(states[0])
         return (mx.nd.stack(*outputs, axis=0), *states)
 
-    def hybrid_forward(self, F: Any, inputs: Any, *states: Any, **params: Any) -> Tuple[Any, ...]:
+    def compute(self, F: Any, inputs: Any, *states: Any, **params: Any) -> Tuple[Any, ...]:
         """Return the same by one operator for all steps."""
         names = ("i2h_weight", "h2h_weight", "i2h_bias", "h2h_bias")
         # MXNet joins rows ten times as fast as single numbers.
@@ -121,12 +121,12 @@ class _Orthogonal(mx.init.Initializer):  # type: ignore[misc]
             array[gate * size : (gate + 1) * size] = q * np.sign(np.diag(r))
 
 
-class _GRUStep(nn.HybridBlock):  # type: ignore[misc]
+class _GRUStep(HybridBlock):
     def __init__(self, hidden_size: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._size = hidden_size
 
-    def hybrid_forward(self, F: Any, projected: Any, weight: Any, bias: Any, h: Any) -> Tuple[Any]:
+    def compute(self, F: Any, projected: Any, weight: Any, bias: Any, h: Any) -> Tuple[Any]:
         recurrent = F.FullyConnected(h, weight, bias, num_hidden=3 * self._size)
         i2h_gates, i2h_new = _cut(F, projected, 2 * self._size)
         h2h_gates, h2h_new = _cut(F, recurrent, 2 * self._size)
@@ -135,12 +135,12 @@ class _GRUStep(nn.HybridBlock):  # type: ignore[misc]
         return (new + update * (h - new),)
 
 
-class _LSTMStep(nn.HybridBlock):  # type: ignore[misc]
+class _LSTMStep(HybridBlock):
     def __init__(self, hidden_size: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._size = hidden_size
 
-    def hybrid_forward(self, F: Any, projected: Any, weight: Any, bias: Any, h: Any, c: Any) -> Tuple[Any, Any]:
+    def compute(self, F: Any, projected: Any, weight: Any, bias: Any, h: Any, c: Any) -> Tuple[Any, Any]:
         gates = projected + F.FullyConnected(h, weight, bias, num_hidden=4 * self._size)
         i, f, new, o = F.split(gates, num_outputs=4, axis=1)
         c = F.sigmoid(f) * c + F.sigmoid(i) * F.tanh(new)

@@ -6,11 +6,11 @@ from typing import Any, Tuple
 
 import numpy as np
 from mxnet import gluon
-from mxnet.gluon import nn
 
 from ...checks import real_number
 from ...errors import TrainerError
 from ...nested import Array, is_device_array
+from ..hybrid_block import HybridBlock, named
 from .array_modes import on_legacy_arrays
 
 
@@ -47,7 +47,7 @@ class SequenceLoss(gluon.Block):  # type: ignore[misc]
     def __init__(self, label_smoothing: float = 0.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         real_number("SequenceLoss", "label_smoothing", label_smoothing, high=1.0, below=True, advice="0.1 is usual.")
-        with self.name_scope():
+        with named(self):
             self.sums = _SmoothedSums(float(label_smoothing))
             self.plain = SequenceLoss() if label_smoothing else None
 
@@ -93,12 +93,12 @@ class SequenceLoss(gluon.Block):  # type: ignore[misc]
         return np.where(np.arange(tokens.shape[1]) < np.reshape(lengths, (-1, 1)), tokens, 0)
 
 
-class _SmoothedSums(nn.HybridBlock):  # type: ignore[misc]
+class _SmoothedSums(HybridBlock):
     def __init__(self, smoothing: float, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._smoothing = smoothing
 
-    def hybrid_forward(self, F: Any, scores: Any, tokens: Any, lengths: Any) -> Any:
+    def compute(self, F: Any, scores: Any, tokens: Any, lengths: Any) -> Any:
         log_p = F.log_softmax(scores, axis=-1)
         losses = -F.pick(log_p, tokens, axis=-1)
         if self._smoothing:

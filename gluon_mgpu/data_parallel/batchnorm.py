@@ -14,6 +14,7 @@ from ..checks import explaining, instance, one_of
 from ..distributed import group
 from ..errors import StepError, TrainerError
 from ..refusals import refusal
+from ..runtime.mxnet2 import SyncBatchNorm as GluonSyncBatchNorm
 from ..runtime.mxnet2 import require_mxnet1
 from ..trainer.parameters import blocks_of, spans_devices
 from .lockstep import defer, exchange, is_in_lockstep, run_in_lockstep
@@ -192,7 +193,7 @@ def check_shards(operation: str, net: gluon.Block, num_shards: int) -> None:
     """Raise `StepError` if one of MXNet's layers would wait forever for devices that have no shard."""
     for block in blocks_of(net):
         options = getattr(block, "_kwargs", {})
-        waits = isinstance(block, gluon.contrib.nn.SyncBatchNorm) and not options["use_global_stats"]
+        waits = isinstance(block, GluonSyncBatchNorm) and not options["use_global_stats"]
         if waits and options["ndev"] > num_shards:
             raise StepError(
                 f"{operation}: got a batch for {num_shards} of the {options['ndev']} devices that {block.name} waits for; "

@@ -218,7 +218,7 @@ class CompiledPasses(Passes):
 
     def _set_reason(self, reason: str) -> None:
         if reason not in ("", self.reason) and self._mode == "auto":
-            logger.debug("%s: passes are recorded, not compiled: %s", self._net.name, reason)
+            logger.debug("%s: passes are recorded, not compiled: %s", type(self._net).__name__, reason)
         self.reason = reason
 
 

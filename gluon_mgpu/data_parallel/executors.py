@@ -14,7 +14,8 @@ from ..runtime.c_api import Copy, creation
 from ..runtime.device_threads import environment_with, in_own_thread
 from .graph import Graph
 
-_FORWARD, _BACKWARD = _LIB.MXExecutorForward, _LIB.MXExecutorBackwardEx
+_FORWARD: Any = getattr(_LIB, "MXExecutorForward", None)  # which MXNet 2 lacks
+_BACKWARD: Any = getattr(_LIB, "MXExecutorBackwardEx", None)
 _BULK_SIZES = {  # options of `hybridize`, and what MXNet reads in the environment when it binds a graph
     "forward_bulk_size": "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_FWD",
     "backward_bulk_size": "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_BWD",

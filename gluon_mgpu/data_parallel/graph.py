@@ -11,13 +11,13 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 import mxnet as mx
 from mxnet import autograd, gluon
 from mxnet.gluon.block import _flatten, _regroup
-from mxnet.gluon.contrib.nn import SyncBatchNorm as GluonSyncBatchNorm
 
 from ..checks import OF_WRONG_DATA, reason_of, short
 from ..errors import TrainerError
 from ..nested import Array, is_device_array, leaves, map_leaves
 from ..refusals import FOREACH
-from ..runtime.mxnet2 import is_mxnet2
+from ..runtime.mxnet2 import SyncBatchNorm as GluonSyncBatchNorm
+from ..runtime.mxnet2 import children, is_mxnet2
 from ..trainer.parameters import blocks_of
 from ..trainer.wrong_graphs import wrong_operators
 from .batchnorm import SyncBatchNorm
@@ -190,7 +190,7 @@ def may_draw(node: Dict[str, Any]) -> bool:
 def draws_numbers(block: gluon.Block, inputs: Sequence[Any]) -> bool:
     """Return whether a block may draw random numbers: true if its Python code cannot be traced."""
     if not isinstance(block, gluon.HybridBlock):
-        return type(block) is not gluon.nn.Sequential or any(draws_numbers(one, inputs) for one in block._children.values())
+        return type(block) is not gluon.nn.Sequential or any(draws_numbers(one, inputs) for one in children(block))
     graph = symbols_of(block, inputs)
     return graph is None or any(map(may_draw, json.loads(graph[1].tojson())["nodes"]))
 
@@ -223,6 +223,7 @@ def reasons_against(net: Any, loss: Any, *, traced_once: bool) -> Iterator[str]:
     """
     if is_mxnet2():
         yield "MXNet 2 has no executors"
+        return
     parts = [("the network", net)] + [("the loss", loss)] * (loss is not None)
     for what, block in parts:
         makes_graph = hasattr(block, "graph_inputs") or hasattr(block, "graph")

@@ -12,6 +12,7 @@ from mxnet import Context
 from ..checks import is_whole, short, whole_number
 from ..errors import DeviceError, last_line
 from ..runtime import environment
+from ..runtime.mxnet2 import ContextType
 from ..runtime.nvidia.demand import Demand, num_bytes
 from . import free_gpus, mxnet_gpus
 
@@ -132,7 +133,7 @@ def _named(spec: DeviceSpec) -> List[Context]:
         return _first(_num_gpus_of(spec), of_gpus=True)
     if isinstance(spec, str):
         return _parse(spec)
-    if isinstance(spec, Context):
+    if isinstance(spec, ContextType):
         return [spec]
     if isinstance(spec, (list, tuple)):
         return list(spec)
@@ -188,7 +189,7 @@ def check_contexts(contexts: Sequence[Context], operation: str, spec: DeviceSpec
             "resolve_devices('cpu*2')."
         )
     for context in contexts:
-        is_known = isinstance(context, Context) and context.device_type in ("cpu", "gpu")
+        is_known = isinstance(context, ContextType) and context.device_type in ("cpu", "gpu")
         if not (is_known and 0 <= context.device_id < _MOST_NUMBERS):  # of others, operations fail, and then all wait forever
             raise DeviceError(f"{operation}: got {short(context)} among the devices; expected mx.cpu(i) or mx.gpu(i). {_FORMS}")
     if len({(context.device_typeid, context.device_id) for context in contexts}) < len(contexts):
@@ -263,7 +264,7 @@ def _parse(spec: str) -> List[Context]:
         if last < first:
             raise DeviceError(f"use_devices: got {first}-{last}; expected the smaller number first. {_FORMS}")
         _counted(len(contexts) + last - first + 1)
-        contexts += [mx.Context(kind, i) for i in range(first, last + 1)]
+        contexts += [ContextType(kind, i) for i in range(first, last + 1)]
     return contexts
 
 

@@ -12,6 +12,7 @@ from ..checks import explaining, instance, short
 from ..errors import DeviceError
 from ..nested import Array, is_device_array, map_leaves
 from ..runtime.c_api import write_unheld
+from ..runtime.mxnet2 import ContextType
 
 
 def copyto(data: Any, target: Any) -> Any:
@@ -46,7 +47,7 @@ def copyto(data: Any, target: Any) -> Any:
     Source: the semantics are MXNet's; d2l, chapter "GPUs", section "Copying".
     """
     with _explaining("copyto", target):
-        if isinstance(target, Context):
+        if isinstance(target, ContextType):
             return map_leaves(lambda _, leaf: leaf.copyto(target) if is_device_array(leaf) else on_device(leaf, target), data)
         map_leaves(_check_target, data, target)
         map_leaves(lambda _, leaf, to: _as_device_array(leaf, to.context).copyto(to), data, target)
@@ -76,7 +77,7 @@ def as_in_context(data: Any, ctx: Context) -> Any:
     Source: the semantics are MXNet's; d2l, chapter "GPUs", section "Copying".
     """
     advice = "Pass mx.cpu(0) or mx.gpu(0)."
-    instance("as_in_context", "ctx", ctx, Context, "an mxnet.Context", advice=advice, error=DeviceError)
+    instance("as_in_context", "ctx", ctx, ContextType, "an mxnet.Context", advice=advice, error=DeviceError)
     with _explaining("as_in_context", ctx):
         return map_leaves(lambda _, leaf: on_device(leaf, ctx), data)
 

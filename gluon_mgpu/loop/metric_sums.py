@@ -16,6 +16,7 @@ from ..data_parallel.step import Batch
 from ..distributed import group
 from ..errors import TrainerError
 from ..nested import Array, is_device_array, joinable
+from ..runtime.mxnet2 import ContextType
 from .metrics import Metric, Metrics, joins_shards, named_metrics, total_of
 
 _MOST_SHARDS = 256
@@ -146,7 +147,7 @@ class MetricSums:
                 continue
             self._counts[place, name] += count
             if key in sums:
-                context = place if isinstance(place, Context) else contexts[0]
+                context = place if isinstance(place, ContextType) else contexts[0]
                 self._sum(name, place, mx.nd.array(sums[key], ctx=context, dtype="float64"))
 
     def _is_own(self, place: Place) -> bool:

@@ -17,6 +17,7 @@ from ..errors import TrainerError
 from ..loop.callbacks import Callback, FitState
 from ..plots import figure, save
 from ..runtime.environment import logger
+from ..runtime.mxnet2 import ContextType
 from .figures import plot_samples
 from .reader import Reader
 from .sample import Sample, Summary, summarise, to_json
@@ -27,7 +28,7 @@ _GIB = 2**30
 
 def gpus_among(operation: str, contexts: Sequence[Context]) -> List[Context]:
     """Return the GPUs among contexts; raise `TrainerError` unless this is a list of contexts."""
-    if not isinstance(contexts, (list, tuple)) or not all(isinstance(context, Context) for context in contexts):
+    if not isinstance(contexts, (list, tuple)) or not all(isinstance(context, ContextType) for context in contexts):
         raise TrainerError(
             f"{operation}: got contexts={short(contexts)}; expected a list of contexts. Pass [mx.gpu(0)], or leave it out."
         )

@@ -12,6 +12,7 @@ from ..data_parallel.passes import Passes
 from ..devices.select import check_contexts
 from ..errors import TrainerError
 from ..nested import Array
+from ..runtime.mxnet2 import SyncBatchNorm as GluonSyncBatchNorm
 from ..runtime.mxnet2 import require_mxnet1
 from ..trainer.parameters import blocks_of
 from ..trainer.running_stats import is_running_stat, note_stages
@@ -249,7 +250,7 @@ def _use_dynamic_memory(net: gluon.Block, stages: Stages) -> None:
     """Check the layers, and let hybridized ones allocate memory for each micro-batch."""
     blocks = {id(block): block for one in (net, *(stage.block for stage in stages)) for block in blocks_of(one)}
     for block in blocks.values():
-        if isinstance(block, (SyncBatchNorm, gluon.contrib.nn.SyncBatchNorm)):
+        if isinstance(block, (SyncBatchNorm, GluonSyncBatchNorm)):
             raise TrainerError(
                 f"Pipeline: got {block.name}, a {type(block).__name__}; expected nn.BatchNorm, as a stage sees one micro-batch "
                 "at a time. Use nn.BatchNorm, or call revert_sync_batchnorm(net) first."

@@ -15,6 +15,7 @@ from mxnet.ndarray import NDArray
 from mxnet.ndarray.ndarray import _DTYPE_NP_TO_MX, _new_alloc_handle
 
 from ..nested import Array
+from .mxnet2 import is_mxnet2
 
 
 def write_unheld(array: Array, data: np.ndarray) -> None:
@@ -72,7 +73,7 @@ class PushPull:
             check_call(-1)
 
 
-_INVOKE = _LIB.MXImperativeInvokeEx
+_INVOKE = _LIB.MXImperativeInvoke if is_mxnet2() else _LIB.MXImperativeInvokeEx
 
 
 def operator_handle(name: str) -> OpHandle:

@@ -9,7 +9,6 @@ from types import ModuleType
 
 from .. import interrupts
 from ..errors import MissingExtraError
-from . import mxnet2
 from .wait_at_exit import wait_at_exit
 
 
@@ -56,9 +55,7 @@ def load_mxnet() -> ModuleType:
         ) from error
     finally:
         interrupts.end_imports()
-    if mxnet.__version__.startswith("2."):
-        mxnet2.adapt(mxnet)
-    elif not mxnet.__version__.startswith(("1.8.", "1.9.")):
+    if not mxnet.__version__.startswith(("1.8.", "1.9.", "2.")):
         raise ImportError(
             f"import gluon_mgpu: got mxnet {mxnet.__version__}; expected MXNet 1.9.1, whose Gluon this toolkit is written "
             "for. Run pip install 'mxnet==1.9.1'."

@@ -11,6 +11,7 @@ from mxnet import Context, gluon
 
 from ..errors import TrainerError
 from ..nested import Array, num_bytes
+from ..runtime.mxnet2 import context_list
 from .parameters import Params, blocks_of, check_initialised, named_params, spans_devices
 from .slab import Bucket, Slab, blocks_with, multipliers_of, place, place_of, slab_of, slabs_of
 from .wrong_graphs import check_graphs, hybrid_blocks
@@ -191,9 +192,9 @@ class Layout:
         optimizer's states would not fit.
         """
         for index, (name, param) in enumerate(zip(self.names, self.params)):
-            now = (param._ctx_list, param.dtype)
+            now = (context_list(param), param.dtype)
             contexts, dtype = now if param._data is None else self._at_first.setdefault(index, now)
-            is_there = contexts is param._ctx_list and param.list_ctx() == self.contexts_of[index]
+            is_there = contexts is context_list(param) and param.list_ctx() == self.contexts_of[index]
             if not (is_there and np.dtype(dtype) == np.dtype(param.dtype)):
                 raise TrainerError(
                     f"Trainer: got parameter {name} initialised again, moved or cast, as {np.dtype(param.dtype)} on "

@@ -14,6 +14,7 @@ from mxnet import optimizer as opt
 
 from ..checks import is_number
 from ..errors import StateError
+from ..runtime.mxnet2 import LBSGD
 from ..runtime.untrusted_files import check_form
 
 # Set by Trainer and Update, or names of this run: counts are saved with the states, by the parameters' names.
@@ -50,7 +51,7 @@ def describe(optimizer: opt.Optimizer) -> Description:
     >>> describe(opt.SGD(learning_rate=0.5, momentum=0.9))["values"], describe(opt.SGD(learning_rate=0.5))["learning_rate"]
     ({'num_update': 0}, 0.5)
     """
-    if isinstance(optimizer, opt.LBSGD):
+    if isinstance(optimizer, LBSGD):
         raise StateError(
             "save_states: got LBSGD, which holds sums of gradients outside of its states; expected an optimizer whose states are "
             "all that it holds. Use lars, and accumulate() for large batches."

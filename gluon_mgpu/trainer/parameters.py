@@ -9,7 +9,7 @@ import numpy as np
 from mxnet import Context, gluon
 
 from ..errors import TrainerError
-from ..runtime.mxnet2 import children, unique_names
+from ..runtime.mxnet2 import ParameterDict, children, unique_names
 
 Params = Union[gluon.Block, Dict[str, gluon.Parameter], Sequence[gluon.Parameter]]
 APART: WeakSet[Any] = WeakSet()  # the trainers whose devices' weights differ between averages
@@ -29,7 +29,7 @@ def named_params(params: Params) -> Dict[str, gluon.Parameter]:
         # a tied parameter has several structural names; the first one counts
         first_names = {id(param): name for name, param in reversed(structural)}
         named: Dict[str, Any] = {first_names.get(id(param), param.name): param for param in params.collect_params().values()}
-    elif isinstance(params, (gluon.ParameterDict, dict)):
+    elif isinstance(params, (ParameterDict, dict)):
         named = dict(params.items())
     elif isinstance(params, (list, tuple)):
         named = dict(zip(unique_names(params), params))

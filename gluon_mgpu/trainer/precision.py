@@ -12,7 +12,6 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 from mxnet.base import _LIB, SymbolHandle, c_array_buf, c_str_array, check_call, mx_uint
-from mxnet.contrib.amp import amp
 from mxnet.gluon.block import _flatten
 from mxnet.ndarray.ndarray import _DTYPE_NP_TO_MX
 from mxnet.operator import get_all_registered_operators
@@ -20,9 +19,10 @@ from mxnet.operator import get_all_registered_operators
 from ..checks import instance, one_of
 from ..errors import DeviceError, TrainerError
 from ..refusals import refusal
-from ..runtime.mxnet2 import require_mxnet1
+from ..runtime.mxnet2 import load_amp, require_mxnet1
 from .parameters import blocks_of, check_initialised
 
+amp = load_amp()
 _DTYPES = {"bf16": amp.bfloat16, "fp16": np.float16}
 # the device that a precision needs, why, and the precision for another one
 _WHERE = {

@@ -22,6 +22,7 @@ from ..pipeline.split import split_stages
 from ..runtime import environment
 from ..runtime.determinism import seed_everything
 from ..runtime.loaded import mxnet as mx
+from ..runtime.mxnet2 import move_params
 from ..runtime.units import format_bytes
 from ..trainer.precision import set_precision
 from ..trainer.trainer import Trainer
@@ -48,7 +49,7 @@ def prepare_network(
     where = ctx[0] if is_divided(options) else list(ctx)
     params = net.collect_params()
     if any(param._data is not None or param._deferred_init for param in params.values()):
-        params.reset_ctx(where)
+        move_params(params, where)
     else:
         net.initialize(mx.init.Xavier(), ctx=where)
     return divided(net, ctx, options, train_iter) if is_divided(options) else net

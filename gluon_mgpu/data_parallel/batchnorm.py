@@ -15,7 +15,7 @@ from ..distributed import group
 from ..errors import StepError, TrainerError
 from ..refusals import refusal
 from ..runtime.mxnet2 import SyncBatchNorm as GluonSyncBatchNorm
-from ..runtime.mxnet2 import require_mxnet1
+from ..runtime.mxnet2 import name_of, require_mxnet1
 from ..trainer.parameters import blocks_of, spans_devices
 from .lockstep import defer, exchange, is_in_lockstep, run_in_lockstep
 
@@ -196,7 +196,7 @@ def check_shards(operation: str, net: gluon.Block, num_shards: int) -> None:
         waits = isinstance(block, GluonSyncBatchNorm) and not options["use_global_stats"]
         if waits and options["ndev"] > num_shards:
             raise StepError(
-                f"{operation}: got a batch for {num_shards} of the {options['ndev']} devices that {block.name} waits for; "
+                f"{operation}: got a batch for {num_shards} of the {options['ndev']} devices that {name_of(block)} waits for; "
                 "expected one example for each. Leave the batch out, or use nn.BatchNorm and set_batch_norm(net, 'sync')."
             )
 

@@ -13,6 +13,7 @@ from ..checks import check_function, flag, short
 from ..devices.select import check_contexts
 from ..errors import ShardError, TrainerError
 from ..nested import is_device_array
+from ..runtime.mxnet2 import move_params
 from ..trainer.parameters import check_initialised
 from .batchnorm import check_shards, run_shards
 from .passes import call
@@ -128,7 +129,7 @@ class DataParallelModel(_Parallel):
             check_initialised("DataParallelModel", params)
         if all(param.list_ctx() == contexts for param in params.values()):
             return
-        params.reset_ctx(contexts)
+        move_params(params, contexts)
         if isinstance(module, gluon.Block):  # a static graph would still write gradients into the old arrays
             module.apply(lambda block: block._clear_cached_op() if isinstance(block, gluon.HybridBlock) else None)
 

@@ -22,7 +22,7 @@ def class_axis(loss: Any) -> Optional[int]:
     """
     if hasattr(loss, "class_labels"):
         return -1
-    own = isinstance(loss, _CLASSES) and all(getattr(type(loss), name) is getattr(_CLASSES, name) for name in _CALLED)
+    own = isinstance(loss, _CLASSES) and all(getattr(type(loss), name, None) is getattr(_CLASSES, name, None) for name in _CALLED)
     return loss._axis if own and loss._sparse_label and "forward" not in vars(loss) else None
 
 

@@ -15,6 +15,7 @@ from ..distributed import group, own_batches
 from ..errors import TrainerError
 from ..nested import Array, Fields
 from ..refusals import refusal
+from ..runtime.mxnet2 import require_np_arrays
 from ..trainer.gradients import note_parts
 from ..trainer.options import check_not_recording
 from ..trainer.parameters import has_values
@@ -363,3 +364,4 @@ def check_trainer(operation: str, trainer: Any, net: Any, loss: Any) -> None:
 def check_network(operation: str, net: Any) -> None:
     """Raise `TrainerError` unless this is a network."""
     instance(operation, "net", net, gluon.Block, "a gluon.Block", advice="Pass net.module of a DataParallelModel.")
+    require_np_arrays(operation)

@@ -19,6 +19,7 @@ from ..data_parallel.sharding import split_and_load
 from ..distributed import group, own_batches
 from ..errors import TrainerError
 from ..nested import Array, is_float, num_bytes
+from ..runtime.mxnet2 import require_mxnet1
 from ..trainer.parameters import blocks_of, devices_of
 from ..trainer.precision import precision_of, set_precision
 from .stage import NETWORK, CutGraph, Stage, Stages
@@ -68,6 +69,7 @@ def split_stages(
     >>> [len(stage.block) for stage in stages]
     [2, 1]
     """
+    require_mxnet1("split_stages")
     instance("split_stages", "net", net, gluon.Block, "a gluon.Block", advice="Pass the network.")
     whole_number("split_stages", "num_stages", num_stages, advice="Pass the number of devices.")
     one_of("split_stages", "balance", balance, ("time", "bytes"), advice="'time' measures the layers.")

@@ -6,7 +6,7 @@
 | `gluon.ParameterDict` | a dict |
 | `gluon.contrib.nn.SyncBatchNorm`, `contrib.amp` | `gluon.nn.SyncBatchNorm`, `amp` |
 | `Parameter._ctx_list` | `_device_list` |
-| `Block._children` holds blocks | weak references |
+| `Block._children` holds blocks, `Parameter._trainer` a trainer | weak references |
 | `Parameter.name` is unique: `dense0_weight` | the same in every layer: `weight`; a block has no name |
 | `hybrid_forward(F, ...)` | `forward(...)`: see `models/hybrid_block.py` |
 | `Optimizer.update(index, ...)` | takes lists; `LBSGD` is gone |
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from importlib import import_module
 from operator import attrgetter
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List, Mapping, Sequence
+from weakref import ref
 
 from ..errors import TrainerError
 from .loaded import mxnet
@@ -37,7 +38,17 @@ def require_mxnet1(operation: str) -> None:
         )
 
 
+def require_np_arrays(operation: str) -> None:
+    """Raise `TrainerError` on MXNet 2 in a thread without np arrays."""
+    if is_mxnet2() and not mxnet.util.is_np_array():
+        raise TrainerError(
+            f"{operation}: got MXNet {mxnet.__version__} without np arrays; expected them, as its layers accept no others. Call "
+            "mxnet.npx.set_np() at the start of each thread."
+        )
+
+
 if is_mxnet2():
+    mxnet.npx.set_np()  # in the thread that imports this
     from mxnet.gluon.nn import SyncBatchNorm as SyncBatchNorm
 else:
     from mxnet.gluon.contrib.nn import SyncBatchNorm as SyncBatchNorm
@@ -57,6 +68,28 @@ def children(block: Any) -> List[Any]:
     """Return the blocks directly in a block."""
     found = list(block._children.values())
     return [child() for child in found] if is_mxnet2() else found
+
+
+def move_params(params: Mapping[str, Any], contexts: Any) -> None:
+    """Move parameters to other devices."""
+    for param in params.values():
+        (param.reset_device if is_mxnet2() else param.reset_ctx)(contexts)
+
+
+def trainer_of(param: Any) -> Any:
+    """Return the trainer that Gluon notes in a parameter, or None."""
+    found = param._trainer
+    return found() if isinstance(found, ref) else found
+
+
+def name_of(block: Any) -> str:
+    """Return what an error calls a block."""
+    return str(getattr(block, "name", type(block).__name__))
+
+
+def variable_name(param: Any) -> str:
+    """Return the name of a parameter in graphs."""
+    return str(param.var().name if is_mxnet2() else param.name)
 
 
 def unique_names(params: Sequence[Any]) -> List[str]:

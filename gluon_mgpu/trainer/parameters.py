@@ -9,7 +9,7 @@ import numpy as np
 from mxnet import Context, gluon
 
 from ..errors import TrainerError
-from ..runtime.mxnet2 import ParameterDict, children, unique_names
+from ..runtime.mxnet2 import ParameterDict, children, trainer_of, unique_names
 
 Params = Union[gluon.Block, Dict[str, gluon.Parameter], Sequence[gluon.Parameter]]
 APART: WeakSet[Any] = WeakSet()  # the trainers whose devices' weights differ between averages
@@ -114,7 +114,7 @@ def blocks_of(net: gluon.Block) -> List[gluon.Block]:
 def trainers_of(params: Params) -> List[Any]:
     """Return the trainers of this package that have these parameters: the latest one of each, and every `LocalSGD`."""
     own = named_params(params).values()
-    found = {id(param._trainer): param._trainer for param in own}  # as Gluon notes them
+    found = {id(trainer): trainer for trainer in map(trainer_of, own)}  # as Gluon notes them
     found.update((id(trainer), trainer) for trainer in APART if not set(own).isdisjoint(trainer.params))
     return [trainer for trainer in found.values() if hasattr(trainer, "average_replicas")]
 

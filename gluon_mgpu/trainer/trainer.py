@@ -18,6 +18,7 @@ from ..distributed import group
 from ..errors import StaleGradientError, StateError, TrainerError
 from ..nested import Array, is_device_array, leaves, num_bytes
 from ..refusals import JOINING, refusal
+from ..runtime.mxnet2 import require_np_arrays
 from .gradients import Gradients, idle_devices, is_too_large
 from .layout import Layout
 from .loss_scaler import LossScaler
@@ -157,6 +158,7 @@ class Trainer(gluon.Trainer):
         flag("Trainer", "find_unused_parameters", find_unused_parameters)
         flag("Trainer", "sharded_data", sharded_data)
         flag("Trainer", "shard_optimizer", shard_optimizer)
+        require_np_arrays("Trainer")
         name, optimizer = short(optimizer), made_optimizer(optimizer, optimizer_params, params)
         needs_all = self.trains_apart or check_replicas_every is not None or group() is not None or store_type(kvstore) == "nccl"
         is_local = is_replicable(optimizer)

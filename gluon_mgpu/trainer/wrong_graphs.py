@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from mxnet import gluon
 
 from ..refusals import FOREACH, IN_A_GRAPH, refusal
-from ..runtime.mxnet2 import is_mxnet2
+from ..runtime.mxnet2 import name_of, variable_name
 from .parameters import blocks_of
 
 Found = Tuple[str, str, str]
@@ -27,17 +27,17 @@ def check_graphs(operation: str, blocks: Iterable[gluon.HybridBlock], *, trains:
     """Raise `ModesError` if the graph of one of these blocks computes wrong outputs; or, for training, wrong gradients."""
     for block in blocks:
         is_static = bool(dict(block._flags).get("static_shape"))
-        is_used = block._cached_op is not None and (block._active or isinstance(block, gluon.SymbolBlock)) and not is_mxnet2()
+        is_used = block._cached_op is not None and (block._active or isinstance(block, gluon.SymbolBlock))
         if not is_used or not (trains or is_static):
             continue
         known = _known.get(block)
         if known is None or known[0] is not block._cached_graph:
             known = _known[block] = block._cached_graph, list(wrong_operators(json.loads(block._cached_graph[1].tojson())))
-        frozen = {param.name for param in block.collect_params().values() if param.grad_req == "null"}
+        frozen = {variable_name(param) for param in block.collect_params().values() if param.grad_req == "null"}
         for mode, name, slope in known[1]:
             if slope not in frozen and (is_static if mode == FOREACH else trains):
                 first = "static_shape" if mode == FOREACH else "hybridize()"
-                raise refusal(operation, first, mode, f"{name} ({mode}) in {block.name} ({type(block).__name__})")
+                raise refusal(operation, first, mode, f"{name} ({mode}) in {name_of(block)} ({type(block).__name__})")
 
 
 def wrong_operators(graph: Dict[str, Any]) -> Iterator[Found]:

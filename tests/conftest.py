@@ -47,12 +47,22 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if is_mxnet2():  # it warns of a shared parameter in each network
+        config.addinivalue_line("filterwarnings", "ignore:Parameter '.*' is already initialized:UserWarning")
     num_examples = 500 if config.getoption("exhaustive") else 50
     checks = [HealthCheck.too_slow]  # of the machine
     settings.register_profile("gluon_mgpu", deadline=None, max_examples=num_examples, suppress_health_check=checks)
     settings.load_profile("gluon_mgpu")
 
 
+EXAMPLES = {  # in docstrings, of what MXNet 2 lacks
+    "synchronised BatchNorm": "lockstep|batchnorm",
+    "compiled passes": "compile_step",
+    "Pipeline": "pipeline",
+    "export": "exporters",
+    "bf16 and fp16": "set_precision",
+    "names of parameters": "gluon_order|write_params",
+}
 LONG = ("test_docs.py", "test_notebooks.py", "test_crossings.py", "test_launch_nodes.py", "test_recovery.py")
 
 
@@ -63,6 +73,14 @@ def pytest_collection_modifyitems(config, items):
         left_out |= unneeded([item for item in items if item not in left_out])
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+    for item in items if is_mxnet2() else ():
+        if isinstance(item, pytest.DoctestItem):
+            for feature in (feature for feature, names in EXAMPLES.items() if re.search(names, item.name)):
+                item.add_marker(pytest.mark.mxnet1(feature))
+            for example in item.dtest.examples:
+                example.source = example.source.replace("mx.nd.", "mx.np.")  # its layers take no legacy arrays
+        for mark in item.iter_markers("mxnet1"):
+            item.add_marker(pytest.mark.skip(reason=f"MXNet 1.9's own: {mark.args[0]}"))
     items.sort(key=lambda item: item.path.name not in LONG)  # first, so that no worker begins one at the end
     if not gluon_mgpu.devices.usable_gpus():
         for item in items:
@@ -98,7 +116,7 @@ def seed():
     seed_all(SEED)
     restore_split((frozenset(), 0, False, ()))
     if is_mxnet2():
-        mx.npx.set_np()
+        mx.npx.set_np()  # again, after a test that turned them off
 
 
 def seed_all(number):

@@ -13,6 +13,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn, rnn
 
 from .conftest import LOSS, gluon_loop, initialized, largest_difference, sequential, small_batches, small_net, weights_of
+from .versions import nd
 from .worlds import devices as devices
 
 CTX = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
@@ -206,6 +207,7 @@ def two_kinds(devices, sparse=False):
     return sequential(nn.Embedding(10, 4, sparse_grad=sparse), nn.Dense(3, in_units=8), ctx=devices, init=mx.init.Xavier())
 
 
+@pytest.mark.mxnet1("sparse arrays")
 def test_sparse_gradients(devices):
     """Device 1 has nothing in the second micro-batch; rows overlap, and differ between steps."""
     X = np.array([[1, 2], [2, 3], [3, 3], [9, 1], [0, 2]], "float32")
@@ -390,7 +392,7 @@ def test_trainers_that_share_parameters_take_turns(devices):
         mgpu.train_batch(net, gluon.loss.L2Loss(), trainers[which], X, np.zeros(5, "float32"), micro_steps=micro_steps)
         weight -= rates[which] * weight * float(np.square(X).mean())
         for context in devices:
-            assert net.weight.data(context).asscalar() == pytest.approx(weight, rel=1e-5)
+            assert net.weight.data(context).asnumpy().item() == pytest.approx(weight, rel=1e-5)
 
 
 def test_an_accumulated_step_is_a_step_to_other_trainers():
@@ -400,11 +402,11 @@ def test_an_accumulated_step_is_a_step_to_other_trainers():
     first, second = (mgpu.Trainer(net, "sgd", {"learning_rate": 0.5}) for net in nets)
     with first.accumulate():
         with autograd.record():
-            loss = nets[1](nets[0](mx.nd.ones((2, 2))))
+            loss = nets[1](nets[0](nd.ones((2, 2))))
         mgpu.backward([loss])
         first.step(2)
     with autograd.record():
-        loss = nets[1](mx.nd.ones((2, 2), ctx=mx.cpu(1)))
+        loss = nets[1](nd.ones((2, 2), ctx=mx.cpu(1)))
     mgpu.backward([loss])  # on another device, as a batch of one example may be
     second.step(2)
     assert nets[1].weight.data().asnumpy().tolist() == [[0.5, 0.5]]

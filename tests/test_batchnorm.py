@@ -24,6 +24,7 @@ from .conftest import HYBRIDIZE, LOSS, SEED, gluon_loop, initialized, largest_di
 from .test_no_sync import waits as waits
 
 SIZES = {"even": [24] * 3, "uneven": [13, 9, 24, 11], "idle": [1, 2, 13, 1]}
+sync = pytest.mark.mxnet1("synchronised BatchNorm")
 MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9})
 
 
@@ -70,6 +71,7 @@ def one_device():
     return result
 
 
+@sync
 @pytest.mark.each_value
 @pytest.mark.parametrize("mode", HYBRIDIZE)
 @pytest.mark.parametrize("sizes", SIZES)
@@ -87,6 +89,7 @@ SHAPES = [((7, 3), {}), ((7, 3, 4), {"epsilon": 0.1}), ((5, 4, 4, 3), {"axis": 3
 SHAPES += [((5, 3, 2, 2, 2), {"scale": False}), ((5, 3, 4, 4), {"center": False, "momentum": 0.5})]
 
 
+@sync
 @pytest.mark.parametrize("shape, options", SHAPES)
 def test_outputs_and_gradients_are_those_of_the_batch(shape, options, arrays):
     rng = np.random.RandomState(SEED)
@@ -113,6 +116,7 @@ def test_outputs_and_gradients_are_those_of_the_batch(shape, options, arrays):
         np.testing.assert_allclose(several, one, rtol=3e-5, atol=3e-5)
 
 
+@sync
 @pytest.mark.parametrize("mode", ["plain", "static"])
 def test_predicting_takes_the_running_statistics(mode, arrays):
     ctx = [mx.cpu(0), mx.cpu(1)]
@@ -139,6 +143,7 @@ class Residual(nn.HybridBlock):
         return self.rest(self.again(F.tanh(self.norm(self.first(x)))))
 
 
+@sync
 def test_a_conversion_keeps_everything_else(tmp_path):
     net = initialized(Residual())
     net.hybridize(static_alloc=True)
@@ -166,6 +171,7 @@ def test_a_conversion_keeps_everything_else(tmp_path):
     net.export(str(tmp_path / "net"))
 
 
+@sync
 @pytest.mark.parametrize("mode", HYBRIDIZE)
 def test_a_layer_that_is_used_twice(mode):
     data = np.random.RandomState(SEED).uniform(-1, 1, (7, 1, 4, 4)).astype("float32")
@@ -193,6 +199,7 @@ def symbol_block():
     return gluon.SymbolBlock(mx.sym.BatchNorm(data, name="norm"), data)
 
 
+@sync
 @pytest.mark.parametrize(
     "last, told",
     [
@@ -209,7 +216,7 @@ def test_what_computes_in_a_way_of_its_own_is_refused(last, told):
     assert type(net[0]) is nn.BatchNorm
 
 
-@pytest.mark.parametrize("bn", ["local", "sync"])
+@pytest.mark.parametrize("bn", ["local", pytest.param("sync", marks=sync)])
 def test_whose_statistics_predict_and_are_saved(bn, tmp_path):
     ctx = [mx.cpu(0), mx.cpu(1)]
     net = set_batch_norm(build(ctx), bn)
@@ -227,6 +234,7 @@ def test_whose_statistics_predict_and_are_saved(bn, tmp_path):
     assert largest_difference([saved], left[:1]) == 0.0
 
 
+@sync
 def test_a_shard_alone_is_refused():
     ctx = [mx.cpu(0), mx.cpu(1)]
     net = convert_sync_batchnorm(build(ctx))
@@ -235,6 +243,7 @@ def test_a_shard_alone_is_refused():
         net(Xs[0])
 
 
+@sync
 def test_hybridizing_after_a_conversion_is_told():
     net = train(convert_sync_batchnorm(build([mx.cpu(0), mx.cpu(1)])), small_batches([8]))
     net.hybridize()
@@ -243,6 +252,7 @@ def test_hybridizing_after_a_conversion_is_told():
     train(convert_sync_batchnorm(net), small_batches([8]))
 
 
+@sync
 @pytest.mark.parametrize("mode", ["plain", "hybrid"])
 def test_a_shard_that_fails_leaves_nothing(mode, one_device):
     ctx = [mx.cpu(i) for i in range(3)]
@@ -275,6 +285,7 @@ class Choosing(nn.Block):
         return self.large(x) if len(x) > 1 else self.small(x)
 
 
+@sync
 @pytest.mark.parametrize("small, told", [(lambda: nn.BatchNorm(in_channels=1), "batchnorm"), (lambda: nn.Flatten(), "the end")])
 def test_shards_that_part_are_told(small, told):
     ctx = [mx.cpu(0), mx.cpu(1)]
@@ -284,6 +295,7 @@ def test_shards_that_part_are_told(small, told):
         forward_shards(net, [mx.nd.ones((2, 1), ctx=ctx[0]), mx.nd.ones((1, 1), ctx=ctx[1])])
 
 
+@sync
 def test_a_step_does_not_wait(waits):
     ctx = [mx.cpu(i) for i in range(3)]
     net = convert_sync_batchnorm(build(ctx, {}))
@@ -320,6 +332,7 @@ print("ended")
 """
 
 
+@sync
 def test_no_setting_makes_it_hang():
     """MXNet's own SyncBatchNorm hangs with this one."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MXNET_CPU_TEMP_COPY": "1"}
@@ -327,6 +340,7 @@ def test_no_setting_makes_it_hang():
     assert ended.stdout == "ended\n", ended.stderr
 
 
+@sync
 def test_mxnets_own_layer_is_not_left_waiting():
     net = nn.HybridSequential()
     net.add(gluon.contrib.nn.SyncBatchNorm(in_channels=3, num_devices=2), nn.Dense(1, in_units=3))

@@ -8,12 +8,14 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import StaleGradientError, TrainerError
+from gluon_mgpu.models.hybrid_block import named, new_parameter
 from gluon_mgpu.trainer import slab
 from gluon_mgpu.trainer.slab import place_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from .conftest import HYBRIDIZE, LOSS, as_array, initialized, ready, small_batches, small_net, unfreeze, weights_of
+from .versions import HybridBlock, nd, set_params, sharing
 from .worlds import Scale
 
 CTX = [mx.cpu(0), mx.cpu(1)]
@@ -34,7 +36,7 @@ def trainers(net, name, params, **options):
 
     def theirs():
         trainer = gluon.Trainer(list(net.collect_params().values()), name, dict(params), update_on_kvstore=False)
-        if len(trainer._contexts) > 1 and all(param._data for param in trainer._params):
+        if len(trainer._params[0].list_ctx()) > 1 and all(param._data for param in trainer._params):
             # otherwise the first step does it, and replaces BatchNorm's statistics by those of the first device
             trainer._init_kvstore()
             trainer._init_params()
@@ -82,7 +84,7 @@ def conv_net(ctx, hybridize=None):
     net.add(nn.Conv2DTranspose(16, kernel_size=2, strides=2), nn.Conv2D(16, kernel_size=1, groups=4))
     net.add(nn.GlobalAvgPool2D(), nn.Dense(16, activation="tanh"))
     tied = nn.Dense(16, activation="tanh", in_units=16)
-    net.add(tied, nn.Dense(16, activation="tanh", in_units=16, params=tied.params), nn.Dense(3))
+    net.add(tied, sharing(tied, nn.Dense, 16, activation="tanh", in_units=16), nn.Dense(3))
     return ready(net, ctx, hybridize, 3)
 
 
@@ -186,31 +188,32 @@ def test_graphs_of_mxnet_2_are_forgotten_too(monkeypatch):
     """There an entry also names the parameter, and a trainer raised if any hybridized network was in memory."""
     net = initialized(nn.Dense(2, in_units=3), hybridize={})
     with autograd.record():
-        loss = net(mx.nd.ones((1, 3))).sum()
+        loss = net(nd.ones((1, 3))).sum()
     loss.backward()
     net._cached_op_args = [(is_input, "weight", value) for is_input, value in net._cached_op_args]
     monkeypatch.setattr(slab, "is_mxnet2", lambda: True)
     mgpu.Trainer(net, "sgd")
     assert net._cached_op is None
-    assert net(mx.nd.ones((1, 3))).shape == (1, 2)
+    assert net(nd.ones((1, 3))).shape == (1, 2)
 
 
 def test_multipliers_count_whenever_they_are_set():
     batches = small_batches([4] * 6)
 
     def story(net, make_trainer):
-        net.collect_params(".*bias").setattr("wd_mult", 0.0)
+        for param in net.collect_params(".*bias").values():
+            param.wd_mult = 0.0
         outputs(net, batches[0][0])
         trainer = make_trainer()
         step(net, trainer, *batches[0])
-        net[5].collect_params().setattr("lr_mult", 0.1)
+        set_params(net[5], "lr_mult", 0.1)
         step(net, trainer, *batches[1])
         step(net, trainer, *batches[2])
         net[4].weight.wd_mult = 5.0
         step(net, trainer, *batches[3])
         trainer.set_learning_rate(0.01)
         step(net, trainer, *batches[4])
-        net.collect_params().setattr("lr_mult", 1.0)
+        set_params(net, "lr_mult", 1.0)
         step(net, trainer, *batches[5])
         yield from outputs(net, batches[0][0])
 
@@ -218,12 +221,12 @@ def test_multipliers_count_whenever_they_are_set():
     compare(story, optimizer=MOMENTUM)
 
 
-class TwoHeads(nn.HybridBlock):
+class TwoHeads(nn.Block):
     """A network of which each step may use another part."""
 
     def __init__(self, ctx, **_):
         super().__init__()
-        with self.name_scope():
+        with named(self):
             self.body, self.left, self.right = nn.Dense(8, in_units=4), nn.Dense(3, in_units=8), nn.Dense(3, in_units=8)
         mx.random.seed(1)
         self.initialize(mx.init.Xavier(), ctx=ctx)
@@ -240,7 +243,7 @@ def test_a_part_that_is_not_used_stays_and_counts_its_own_updates(optimizer):
     def story(net, make_trainer):
         trainer, rng = make_trainer(), np.random.RandomState(0)
         for heads in ("left", "left right", "right", "left right"):
-            xs = gluon.utils.split_and_load(mx.nd.array(rng.rand(4, 4)), CTX)
+            xs = gluon.utils.split_and_load(nd.array(rng.rand(4, 4)), CTX)
             with autograd.record():
                 losses = [net.run(x, heads.split()).square().sum(axis=1) for x in xs]
             autograd.backward(losses)
@@ -283,7 +286,7 @@ def test_a_trainer_for_each_half_of_a_network():
         options = {"update_on_kvstore": False}
         two = [make(list(part.values()), "sgd", {"learning_rate": rate}, **options) for part, rate in zip(parts, (0.01, 0.1))]
         for X, y in batches:
-            Xs, ys = gluon.utils.split_and_load(mx.nd.array(X), CTX), gluon.utils.split_and_load(mx.nd.array(y), CTX)
+            Xs, ys = gluon.utils.split_and_load(nd.array(X), CTX), gluon.utils.split_and_load(nd.array(y), CTX)
             with autograd.record():
                 losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
             autograd.backward(losses)
@@ -298,12 +301,12 @@ def test_a_graph_that_was_cached_before_the_trainer_is_made_again(mode):
     """It would go on writing gradients into the arrays that it knew. Here it belongs to a block around the network."""
     batches = small_batches([4] * 4)
 
-    class Outer(nn.HybridBlock):
+    class Outer(HybridBlock):
         def __init__(self, inner):
             super().__init__()
             self.inner = inner
 
-        def hybrid_forward(self, F, x):
+        def compute(self, F, x):
             return self.inner(x) * 2
 
     def story(net, make_trainer):
@@ -312,7 +315,7 @@ def test_a_graph_that_was_cached_before_the_trainer_is_made_again(mode):
             outer.hybridize(**HYBRIDIZE[mode])
         for _ in range(2):  # trained by nobody, so that forward and backward graphs are cached
             with autograd.record():
-                values = [outer(mx.nd.array(batches[0][0], ctx=context)) for context in CTX]
+                values = [outer(nd.array(batches[0][0], ctx=context)) for context in CTX]
             autograd.backward(values)
         trainer = make_trainer()
         for X, y in batches:
@@ -334,7 +337,7 @@ def test_mixed_precision_parameters_have_buckets_of_their_own():
         trainer, params = make_trainer(), list(net.collect_params().values())
         for _ in range(3):
             with autograd.record():
-                losses = [(net(mx.nd.ones((2, 2), ctx=context)) - 3).square() for context in CTX]
+                losses = [(net(nd.ones((2, 2), ctx=context)) - 3).square() for context in CTX]
             autograd.backward(losses)
             trainer.step(4)
         yield from weights_of(net)
@@ -351,7 +354,7 @@ def test_casting_under_a_trainer_is_refused():
     step(net, trainer, X, y)
     net.cast("float64")
     with autograd.record():
-        losses = [LOSS(net(mx.nd.array(X[:2], ctx=context, dtype="float64")), mx.nd.array(y[:2], ctx=context)) for context in CTX]
+        losses = [LOSS(net(nd.array(X[:2], ctx=context, dtype="float64")), nd.array(y[:2], ctx=context)) for context in CTX]
     autograd.backward(losses)
     with pytest.raises(TrainerError, match="float64"):
         trainer.step(4)
@@ -408,7 +411,7 @@ def sum_step(net, trainer, ctx=CTX, layers=None, **options):
     with autograd.record():
         losses = []
         for context in ctx:
-            out = mx.nd.ones((2, 4), ctx=context)
+            out = nd.ones((2, 4), ctx=context)
             for layer in layers or net:
                 out = layer(out)
             losses.append(out.sum())
@@ -439,12 +442,12 @@ def test_a_schedule_is_one_for_all_parameters_and_replicas(optimizer, last):
     name, params = FLAT[optimizer]
     schedule = mx.lr_scheduler.FactorScheduler(step=2, factor=0.5, base_lr=0.1)
     net = two_layers()
-    net[last].collect_params().setattr("grad_req", "null")
+    set_params(net[last], "grad_req", "null")
     trainer = mgpu.Trainer(net, name, {**params, "lr_scheduler": schedule})
     rates = []
     for i in range(8):
         if i == 4:
-            net[last].collect_params().setattr("grad_req", "write")
+            set_params(net[last], "grad_req", "write")
         sum_step(net, trainer)
         rates.append(trainer.learning_rate)
     assert mgpu.data_parallel.replica_difference(net) == 0.0
@@ -456,7 +459,7 @@ def test_a_graph_of_the_time_before_the_buckets_is_told():
     net = initialized(nn.Dense(2), CTX, mx.init.One())
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
     with autograd.record():
-        losses = [net(mx.nd.ones((2, 3), ctx=context)).sum() for context in CTX]
+        losses = [net(nd.ones((2, 3), ctx=context)).sum() for context in CTX]
     autograd.backward(losses, retain_graph=True)
     trainer.step(4)  # the shapes are known now, and the parameters move
     autograd.backward(losses)
@@ -477,7 +480,7 @@ def test_a_step_that_raised_does_not_sum_again():
     net = initialized(nn.Dense(1, in_units=1, use_bias=False), CTX, mx.init.One())
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "lr_scheduler": schedule})
     with autograd.record():
-        losses = [net(mx.nd.ones((2, 1), ctx=context)).sum() for context in CTX]
+        losses = [net(nd.ones((2, 1), ctx=context)).sum() for context in CTX]
     autograd.backward(losses)
     with pytest.raises(RuntimeError, match="broken schedule"):
         trainer.step(4)
@@ -485,15 +488,15 @@ def test_a_step_that_raised_does_not_sum_again():
     with pytest.raises(StaleGradientError):
         trainer.step(4)
     trainer.update(4)
-    assert net.weight.data(CTX[1]).asscalar() == pytest.approx(0.9)
+    assert net.weight.data(CTX[1]).asnumpy().item() == pytest.approx(0.9)
 
 
 def test_one_large_parameter_in_full_and_partial_steps():
     class Pair(nn.Block):
         def __init__(self):
             super().__init__()
-            self.a = self.params.get("a", shape=(2**17,), init="ones")
-            self.b = self.params.get("b", shape=(8,), init="ones")
+            self.a = new_parameter(self, "a", shape=(2**17,), init="ones")
+            self.b = new_parameter(self, "b", shape=(8,), init="ones")
 
         def forward(self, x, both):
             return self.a.data(x.context).sum() + (self.b.data(x.context).sum() if both else 0)
@@ -503,7 +506,7 @@ def test_one_large_parameter_in_full_and_partial_steps():
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
     for both in (True, False, True, False):
         with autograd.record():
-            losses = [net(mx.nd.ones((1,), ctx=context), both) for context in CTX]
+            losses = [net(nd.ones((1,), ctx=context), both) for context in CTX]
         autograd.backward(losses)
         trainer.step(2, ignore_stale_grad=True)
     np.testing.assert_allclose(net.a.data(CTX[1]).asnumpy(), 0.8, rtol=1e-5)
@@ -520,9 +523,9 @@ def test_grouping_anew_leaves_no_sums_behind():
     held = []
     for _ in range(30):
         for layer in net:
-            layer.collect_params().setattr("lr_mult", float(rng.randint(1, 4)))
+            set_params(layer, "lr_mult", float(rng.randint(1, 4)))
         with autograd.record():
-            losses = [net(mx.nd.ones((2, 8), ctx=context)).sum() for context in CTX]
+            losses = [net(nd.ones((2, 8), ctx=context)).sum() for context in CTX]
         autograd.backward(losses)
         trainer.step(4)
         held.append(len(trainer._sum._stores[tuple(CTX)]._keys))
@@ -540,7 +543,7 @@ def test_a_scalar_of_np_takes_part_with_zero_where_a_device_is_idle():
         class Scaled(nn.Block):
             def __init__(self):
                 super().__init__()
-                self.scale = self.params.get("scale", shape=(), init=One())
+                self.scale = new_parameter(self, "scale", shape=(), init=One())
                 self.dense = nn.Dense(1, in_units=1, use_bias=False)
 
             def forward(self, x):

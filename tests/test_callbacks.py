@@ -17,6 +17,7 @@ from mxnet import gluon
 from mxnet.gluon import nn
 
 from .conftest import LOSS, initialized
+from .versions import nd
 from .worlds import devices as devices
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -439,7 +440,7 @@ def test_a_loss_that_is_not_finite_replaces_no_checkpoint(tmp_path):
     assert all(np.isfinite(param.data().asnumpy()).all() for param in net.collect_params().values())
 
 
-@pytest.mark.parametrize("held", [[None], [[1]], [{"a": np.ones(1)}], [{"a": mx.nd.ones((1,))}] * 2])
+@pytest.mark.parametrize("held", [[None], [[1]], [{"a": np.ones(1)}], [{"a": nd.ones((1,))}] * 2])
 def test_arrays_of_callbacks_are_told_apart(tmp_path, held):
     net = initialized(nn.Dense(1, in_units=1))
     callbacks = [*map(Holding, held), mgpu.Checkpoint(tmp_path, monitor=None)]
@@ -454,7 +455,7 @@ def test_weights_that_are_nan_replace_no_checkpoint(tmp_path):
     class Spoils(mgpu.Callback):
         def on_batch_end(self, state):
             if state.step == 3:
-                state.net.weight.set_data(mx.nd.array([[np.nan]]))
+                state.net.weight.set_data(nd.array([[np.nan]]))
 
     net = initialized(nn.Dense(1, in_units=1))
     data = [(np.ones((2, 1), "float32"), np.ones((2, 1), "float32"))] * 5
@@ -462,4 +463,4 @@ def test_weights_that_are_nan_replace_no_checkpoint(tmp_path):
     with pytest.raises(NonFiniteLossError):
         mgpu.fit(net, gluon.loss.L2Loss(), mgpu.Trainer(net, "sgd"), data, epochs=1, callbacks=callbacks)
     mgpu.load_checkpoint(tmp_path / "last", net)
-    assert np.isfinite(net.weight.data().asscalar())
+    assert np.isfinite(net.weight.data().asnumpy().item())

@@ -11,6 +11,8 @@ from gluon_mgpu.trainer.layout import Layout
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
+from .versions import set_params
+
 CONTEXTS = [mx.cpu(i) for i in range(8)]
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -62,15 +64,18 @@ def compiled(num_devices, **options):
     return calls_of(lambda: step(X, y))
 
 
+@pytest.mark.mxnet1("compiled passes")
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_a_compiled_step(num_devices):
     assert compiled(num_devices) <= COMPILED[0] + COMPILED[1] * num_devices
 
 
+@pytest.mark.mxnet1("compiled passes")
 def test_a_compiled_step_of_many_parameters():
     assert compiled(2, num_params=500) <= 1.1 * compiled(2)
 
 
+@pytest.mark.mxnet1("compiled passes")
 def test_an_average_of_many_parameters():
     def average(num_params):
         net, X, y = world(2, num_params)
@@ -122,7 +127,7 @@ def test_only_the_first_batch_walks_through_the_network():
     assert calls(200) <= 1.1 * calls(20)
 
 
-@pytest.mark.parametrize("compiled", ["on", "off"])
+@pytest.mark.parametrize("compiled", [pytest.param("on", marks=pytest.mark.mxnet1("compiled passes")), "off"])
 def test_a_batch_looks_at_the_parameters_once_and_after_python_again(compiled, monkeypatch):
     net, X, y = world(2)
     step, looks = mgpu.compile_step(net, LOSS, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), compiled=compiled), []
@@ -130,6 +135,6 @@ def test_a_batch_looks_at_the_parameters_once_and_after_python_again(compiled, m
     monkeypatch.setattr(Layout, "look", lambda layout, look=Layout.look: looks.append(layout) or look(layout))
     step(X, y)
     assert len(looks) == (1 if compiled == "on" else 2)
-    net[0].collect_params().setattr("grad_req", "null")
+    set_params(net[0], "grad_req", "null")
     step(X, y)
     assert looks[0].trainable == list(range(2, 62))

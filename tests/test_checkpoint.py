@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 from gluon_mgpu.checkpoint import snapshot
 from gluon_mgpu.errors import SaveError, StateError, TrainerError
+from gluon_mgpu.models.hybrid_block import new_parameter
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet.gluon import nn
 
 from .conftest import LOSS, cpus, initialized, largest_difference, seed_all, sequential, small_batches, small_net, weights_of
+from .versions import nd, sharing
 
 OPTIMIZERS = {"momentum": ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}), "adam": ("adam", {"learning_rate": 0.01})}
 
@@ -89,7 +91,7 @@ def test_a_checkpoint_is_replaced_or_stays(tmp_path, monkeypatch, broken):
     net = initialized(nn.Dense(1, in_units=1), cpus(2), mx.init.One())
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0})
     mgpu.save_checkpoint(tmp_path / "c", net, trainer, {"number": 1})
-    net.weight.set_data(mx.nd.array([[2.0]]))
+    net.weight.set_data(nd.array([[2.0]]))
     if broken is None:
         mgpu.save_checkpoint(tmp_path / "c", net, trainer, {"number": 2})
     else:
@@ -98,7 +100,7 @@ def test_a_checkpoint_is_replaced_or_stays(tmp_path, monkeypatch, broken):
             mgpu.save_checkpoint(tmp_path / "c", net, trainer, {"number": 2})
     number = 1 if broken else 2
     assert mgpu.load_checkpoint(tmp_path / "c", net, trainer) == {"number": number}
-    assert [net.weight.data(context).asscalar() for context in cpus(2)] == [number, number]
+    assert [net.weight.data(context).asnumpy().item() for context in cpus(2)] == [number, number]
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
@@ -112,7 +114,7 @@ def test_a_parameter_without_axes(tmp_path):
     mx.npx.set_np()
     try:
         net = nn.HybridSequential()
-        net.scale = net.params.get("scale", shape=(), init=Initial())
+        net.scale = new_parameter(net, "scale", shape=(), init=Initial())
         net.initialize(ctx=cpus(2))
         trainer = mgpu.Trainer(net, "adam", {"learning_rate": 1.0})
         mgpu.save_checkpoint(tmp_path / "c", net, trainer)
@@ -124,7 +126,7 @@ def test_a_parameter_without_axes(tmp_path):
         mx.npx.reset_np()
 
 
-BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
+BFLOAT16 = pytest.param(np.dtype([("bfloat16", np.uint16)]), marks=pytest.mark.mxnet1("bf16 and fp16"))
 
 
 @pytest.mark.parametrize("dtype", ["float16", BFLOAT16, "float64", "int32"], ids=str)
@@ -134,7 +136,7 @@ def test_parameters_of_any_dtype(tmp_path, dtype):
     for one in (net, other):
         one.cast(dtype)
         one.initialize(mx.init.One(), ctx=cpus(2))
-    net.weight.set_data(mx.nd.array([[1.0, 2.0, 3.0]] * 2).astype(dtype))
+    net.weight.set_data(nd.array([[1.0, 2.0, 3.0]] * 2).astype(dtype))
     mgpu.save_checkpoint(tmp_path / "c", net)
     mgpu.load_checkpoint(tmp_path / "c", other)
     assert other.weight.data(mx.cpu(1)).astype("float32").asnumpy().tolist() == [[1.0, 2.0, 3.0]] * 2
@@ -145,7 +147,7 @@ def test_what_would_not_be_read_is_not_written(tmp_path, monkeypatch):
     net = dense(4)
     monkeypatch.setattr(snapshot, "_MOST_OTHERS", 0)
     with pytest.raises(StateError, match="bytes of states and of callbacks' arrays; expected"):
-        snapshot.take_snapshot(net, mgpu.Trainer(net, "sgd"), arrays={"mine/array": mx.nd.zeros(1000)})
+        snapshot.take_snapshot(net, mgpu.Trainer(net, "sgd"), arrays={"mine/array": nd.zeros(1000)})
     monkeypatch.setattr("gluon_mgpu.checkpoint.manifest.MOST_JSON", 99)
     assert "of progress.json; expected 99 at most" in told(mgpu.save_checkpoint, tmp_path / "c", net, None, {"text": "x" * 99})
     for deep in ([10**50], json.loads("[" * 99 + "]" * 99)):
@@ -310,6 +312,7 @@ def test_a_network_without_values_is_told_to_initialise(tmp_path):
         mgpu.load_checkpoint(tmp_path / "c", nn.Dense(1, in_units=1))
 
 
+@pytest.mark.mxnet1("legacy arrays")
 def test_legacy_arrays_are_not_read_from_np_arrays(tmp_path):
     mx.npx.set_np()
     try:
@@ -326,7 +329,7 @@ def test_what_a_file_cannot_hold_is_told_before_anything_is_written(tmp_path):
     """DCASGD keeps the weights of the step before on the side."""
     net = dense(4)
     trainer = mgpu.Trainer(net, "dcasgd")
-    trainer.optimizer.weight_previous[0] = mx.nd.ones((1,))
+    trainer.optimizer.weight_previous[0] = nd.ones((1,))
     assert "weight_previous of type dict in DCASGD" in told(mgpu.save_checkpoint, tmp_path / "c", net, trainer)
     assert list(tmp_path.iterdir()) == []
 
@@ -342,7 +345,7 @@ def test_a_weight_with_two_names_is_saved_under_both(tmp_path):
 def tied():
     net = nn.HybridSequential()
     net.add(nn.Dense(3, in_units=3))
-    net.add(nn.Dense(3, in_units=3, params=net[0].params))
+    net.add(sharing(net[0], nn.Dense, 3, in_units=3))
     net.initialize(mx.init.Normal(1.0), ctx=cpus(2))
     return net
 
@@ -457,6 +460,7 @@ def test_states_of_another_form_or_class_raise(tmp_path):
     assert any(param._data is None for param in net.collect_params().values())  # nothing was loaded
 
 
+@pytest.mark.mxnet1("bf16 and fp16")
 @pytest.mark.parametrize("states_only", [False, True])
 def test_the_loss_scale_is_restored(tmp_path, states_only):
     """In float32, since CPUs have no fp16: the scaler does not know what it scales."""

@@ -23,6 +23,7 @@ from gluon_mgpu.loop.stop_signals import Requeue, Terminated
 from mxnet.gluon import nn
 
 from .test_idx import write_idx
+from .versions import nd
 
 PNG = b"\x89PNG\r\n\x1a\n"
 TRAIN = ["train", "resnet18"]
@@ -251,6 +252,7 @@ def test_a_function_may_initialise_and_need_not_have_a_test_set(mine, tmp_path):
     assert "train accuracy" in output.splitlines()[-1]
 
 
+@pytest.mark.mxnet1("Pipeline")
 @pytest.mark.parametrize("stages", ["2", "4"])
 def test_a_function_trains_in_stages(mine, stages, tmp_path):
     layers = "gluon.nn.Dense(8), gluon.nn.Dense(8), gluon.nn.Dense(8),"
@@ -379,7 +381,7 @@ def test_predict_knows_the_classes_of_the_network(data_dir, tmp_path, num_classe
     """The images need not show all of them, and must not show others."""
     net = mgpu.models.resnet18(num_classes)
     net.initialize()
-    net(mx.nd.ones((1, 1, 8, 8)))
+    net(nd.ones((1, 1, 8, 8)))
     mgpu.save_checkpoint(tmp_path / "run", net)
     data = ["--data-dir", data_dir, "--devices", "cpu*1", "--output", tmp_path / "found.csv"]
     if num_classes == 2:

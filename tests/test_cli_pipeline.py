@@ -16,6 +16,8 @@ from .test_cli import PNG, data_dir, run  # noqa: F401  a fixture
 from .test_cli_resume import pressed, rows_in  # noqa: F401  a fixture
 from .test_train_seq2seq import SMALL, WORDS, tsv, without_sacrebleu  # noqa: F401  fixtures
 
+pytestmark = pytest.mark.mxnet1("Pipeline")
+
 STAGES = ["--devices", "cpu*2", "--stages", "2"]
 
 

@@ -27,6 +27,9 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from .conftest import LOSS, initialized, sequential
+from .versions import HybridBlock
+
+pytestmark = pytest.mark.mxnet1("compiled passes")
 
 STATIC = {"static_alloc": True, "static_shape": True}
 SIZES = [9, 8, 2, 9, 1, 9, 7]  # fewer examples than devices, uneven shards, and shapes that come back
@@ -484,14 +487,14 @@ def test_layers_that_are_synchronised_after_a_step_are_noticed(compiled):
     assert step(X, y) and (compiled == "auto" or step.passes.is_compiled)
 
 
-class Own(nn.HybridBlock):
+class Own(HybridBlock):
     """A network whose graph a function makes."""
 
     def __init__(self, graph):
         super().__init__()
         self.graph_of = graph
 
-    def hybrid_forward(self, F, x):
+    def compute(self, F, x):
         return self.graph_of(F, x)
 
 

@@ -3,13 +3,14 @@
 import json
 
 import gluon_mgpu
-import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import StateError
 from gluon_mgpu.trainer.optimizer_config import describe, restore_optimizer
 from mxnet import gluon, lr_scheduler
 from mxnet import optimizer as opt
+
+from .versions import nd
 
 NAMES = sorted(set(opt.Optimizer.opt_registry) - {"test", "lbsgd", "ccsgd"})
 SCHEDULES = [
@@ -77,7 +78,7 @@ def test_options_in_a_file_are_not_taken():
     assert again.momentum == 0.5
 
 
-VALUES = {"NumPy": np.zeros(2), "MXNet": mx.nd.zeros(2), "object": object(), "dict": {1: mx.nd.zeros(2)}, "list": [object()]}
+VALUES = {"NumPy": np.zeros(2), "MXNet": nd.zeros(2), "object": object(), "dict": {1: nd.zeros(2)}, "list": [object()]}
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
@@ -118,7 +119,7 @@ def test_states_of_an_earlier_step_bring_back_its_rate(make, tmp_path):
     def steps(count):
         rates = []
         for _ in range(count):
-            gluon_mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, mx.nd.ones((2, 1)), mx.nd.zeros(2))
+            gluon_mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, nd.ones((2, 1)), nd.zeros(2))
             rates.append(trainer.learning_rate)
         return rates
 
@@ -136,7 +137,7 @@ def test_a_schedule_that_the_program_has_changed_stays(tmp_path):
         net.initialize()
         trainer = gluon_mgpu.Trainer(net, "sgd", {"lr_scheduler": lr_scheduler.FactorScheduler(100, base_lr=0.1)})
         trainer.save_states(str(tmp_path / "states"))
-        gluon_mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, mx.nd.ones((2, 1)), mx.nd.zeros(2))
+        gluon_mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, nd.ones((2, 1)), nd.zeros(2))
         of, name = (trainer.optimizer.lr_scheduler, "base_lr") if new == 0.01 else (trainer.optimizer, "lr_scheduler")
         setattr(of, name, new)
         trainer.load_states(str(tmp_path / "states"))

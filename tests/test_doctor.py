@@ -194,7 +194,7 @@ def test_json_holds_everything(monkeypatch):
     monkeypatch.setattr(report.environment, "_set_here", {"CUDA_DEVICE_ORDER"})  # by the doctor's process, not by its user
     found = json.loads(doctor("--devices", "cpu*2", "--json"))
     assert list(found) == ["machine", "packages", "driver", "why_no_driver", "mxnet", "problems"]
-    assert found["mxnet"]["trained"] == ["cpu(0)", "cpu(1)"] and "MKLDNN" in found["mxnet"]["features"]
+    assert found["mxnet"]["trained"] == ["cpu(0)", "cpu(1)"] and {"MKLDNN", "ONEDNN"}.intersection(found["mxnet"]["features"])
     sources = {one["name"]: one["source"] for one in found["mxnet"]["settings"]}
     assert sources["CUDA_DEVICE_ORDER"] == "gluon_mgpu" and sources["M_MMAP_MAX"] in ("gluon_mgpu", "environment")
     assert found["packages"]["versions"]["numpy"] == metadata.version("numpy")

@@ -7,12 +7,15 @@ from pathlib import Path
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
+from gluon_mgpu.runtime.mxnet2 import is_mxnet2
 from mxnet import autograd, gluon
 
 from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds
 from .test_weight_average import assert_close, assert_same, weights
+from .versions import nd
 
 DOCS = Path(__file__).parent.parent / "docs" / "migrating.md"
+metrics = (gluon if is_mxnet2() else mx).metric
 
 
 def estimator_program():
@@ -29,10 +32,10 @@ def test_gluons_estimator_with_uneven_batches(devices):
     est = names["estimator"].Estimator(
         net,
         LOSS,
-        train_metrics=mx.metric.Accuracy(),
+        train_metrics=metrics.Accuracy(),
         trainer=make_trainer(net),
-        context=devices,
         batch_processor=names["UnevenBatches"](),
+        **{"device" if is_mxnet2() else "context": devices},
     )
     est.logger.handlers.clear()
     before = signal.getsignal(signal.SIGINT)
@@ -47,8 +50,8 @@ def test_gluons_estimator_with_uneven_batches(devices):
 
 def test_a_metric_of_mxnet_takes_the_predictions(devices):
     X, y = three_clouds()
-    net, metric = make_net(devices), mx.metric.Accuracy()
-    metric.update([mx.nd.array(y)], [mx.nd.array(mgpu.predict(net, batches_of(X, y), pairs=True))])
+    net, metric = make_net(devices), metrics.Accuracy()
+    metric.update([nd.array(y)], [nd.array(mgpu.predict(net, batches_of(X, y), pairs=True))])
     assert metric.get()[1] == mgpu.evaluate_accuracy_gpus(net, batches_of(X, y))
     with pytest.raises(mgpu.errors.TrainerError, match="predict"):
         mgpu.evaluate(net, batches_of(X, y), [metric])

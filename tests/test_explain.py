@@ -14,10 +14,12 @@ from click.testing import CliRunner
 from gluon_mgpu.cli import main
 from gluon_mgpu.cli.main import CommandGroup
 from gluon_mgpu.known_errors import entries, explain_message, last_error
-from mxnet import MXNetError, autograd, gluon, nd
+from gluon_mgpu.runtime.mxnet2 import is_mxnet2
+from mxnet import MXNetError, autograd, gluon
 from mxnet.gluon import nn
 
 from .conftest import initialized
+from .versions import HybridBlock, nd
 
 ROOT = Path(__file__).parent.parent
 HANGUL = re.compile("[가-힣]")
@@ -131,13 +133,13 @@ def forward(net, *shape):
     net(nd.ones(shape)).wait_to_read()
 
 
-class Lambda(gluon.HybridBlock):
+class Lambda(HybridBlock):
     def __init__(self, function):
         super().__init__()
         self.function = function
         self.hybridize()
 
-    def hybrid_forward(self, F, *args):
+    def compute(self, F, *args):
         return self.function(F, *args)
 
 
@@ -158,32 +160,35 @@ def unused_layer():
     trainer.step(1)
 
 
+messages = pytest.mark.mxnet1("messages of MXNet")
 PROVOKED = [
     ("parameter-not-initialized", lambda: forward(nn.Dense(3, in_units=2), 1, 2)),
-    ("not-initialized-on-context", lambda: forward(dense(ctx=mx.cpu(1)), 1, 2)),
+    pytest.param("not-initialized-on-context", lambda: forward(dense(ctx=mx.cpu(1)), 1, 2), marks=messages),
     ("deferred-initialization", lambda: dense(in_units=0).weight.data()),
     ("shape-inconsistent", lambda: forward(dense(), 1, 5)),
     ("image-axes", lambda: forward(initialized(nn.Conv2D(3, 3)), 8, 8, 3)),
     ("image-axes", lambda: forward(initialized(nn.Conv2D(3, 3, in_channels=1)), 8, 8, 3)),
-    ("image-channels", lambda: forward(initialized(nn.Conv2D(3, 3, in_channels=1)), 2, 3, 8, 8)),
+    pytest.param("image-channels", lambda: forward(initialized(nn.Conv2D(3, 3, in_channels=1)), 2, 3, 8, 8), marks=messages),
     ("image-too-small", lambda: forward(initialized(nn.Conv2D(3, 7)), 2, 3, 5, 5)),
     ("one-hot-labels", lambda: gluon.loss.SoftmaxCELoss()(nd.ones((4, 10)), nd.ones((4, 10)))),
     ("rnn-axes", lambda: forward(initialized(gluon.rnn.LSTM(3)), 4, 5)),
-    ("metric-shapes", lambda: mx.metric.Accuracy().update([nd.ones((2,))], [nd.ones((3, 2))])),
+    ("metric-shapes", lambda: (gluon if is_mxnet2() else mx).metric.Accuracy().update([nd.ones((2,))], [nd.ones((3, 2))])),
     ("cannot-differentiate", lambda: (nd.ones((1,)) * 2).backward()),
     ("any-container-empty", lambda: two_passes(initialized(nn.BatchNorm(in_channels=2)), 0, 1)),
     ("stale-gradient", unused_layer),
     ("trainer-parameters", lambda: gluon.Trainer(dense(), "sgd")),
-    ("legacy-and-np-arrays", lambda: dense()(mx.np.ones((1, 2)))),
-    ("input-not-ndarray", lambda: dense()(np.ones((1, 2)))),
-    ("symbol-in-hybrid-network", lambda: Lambda(lambda F, x: x.reshape((x.shape[0], -1)))(nd.ones((1,)))),
+    pytest.param("legacy-and-np-arrays", lambda: dense()(mx.np.ones((1, 2))), marks=messages),
+    pytest.param("input-not-ndarray", lambda: dense()(np.ones((1, 2))), marks=messages),
+    pytest.param(
+        "symbol-in-hybrid-network", lambda: Lambda(lambda F, x: x.reshape((x.shape[0], -1)))(nd.ones((1,))), marks=messages
+    ),
     ("children-must-be-hybrid", lambda: nn.HybridSequential().add(nn.Sequential())),
     ("uneven-split", lambda: gluon.utils.split_and_load(nd.ones((5, 2)), [mx.cpu(0), mx.cpu(1)])),
     ("device-missing", lambda: mgpu.devices.resolve_devices("tpu")),
 ]
 
 
-@pytest.mark.parametrize("name, provoke", PROVOKED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(PROVOKED)])
+@pytest.mark.parametrize("name, provoke", PROVOKED)
 def test_a_provoked_message_has_its_entry_first(name, provoke):
     with pytest.raises((Exception, Warning)) as caught:
         provoke()
@@ -250,6 +255,7 @@ print(*[entry.name for entry in module["explain_message"]("No module named 'mxne
     assert done.stdout.decode().split() == ["no-mxnet"], done.stderr
 
 
+@messages
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_an_error_of_mxnet_ends_with_the_hint(wrapped):
     @click.group(cls=CommandGroup)

@@ -25,6 +25,9 @@ from mxnet.gluon import nn, rnn
 from mxnet.gluon.model_zoo import vision
 
 from .conftest import as_array, small_net
+from .versions import with_prefix
+
+pytestmark = pytest.mark.mxnet1("export")
 
 WORDS = ["하나 둘 셋", "넷, 다섯!", "여섯 일곱"], ["one two-three", "four, five!", "six seven"]
 
@@ -158,7 +161,7 @@ IMAGES = [[("data", 0)], [("data", 2)], [("data", 3)]]
     "net",
     [
         sequence(nn.Conv2D(4, 3, 2, 1), nn.HybridLambda(lambda F, x: F.contrib.AdaptiveAvgPooling2D(x))),
-        nn.Conv2D(4, 3, 2, 1, prefix="합성곱_"),
+        with_prefix(nn.Conv2D, "합성곱_", channels=4, kernel_size=3, strides=2, padding=1),
     ],
 )
 def test_images_of_any_size(tmp_path, net):

@@ -17,6 +17,8 @@ from mxnet.gluon import nn, rnn
 
 from .test_export import initialized, run_onnx, sequence
 
+pytestmark = pytest.mark.mxnet1("export")
+
 ROWS = (4, 6)
 IMAGES = (2, 4, 6, 5)
 

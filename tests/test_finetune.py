@@ -4,12 +4,14 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.runtime.mxnet2 import is_mxnet2
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from .conftest import initialized, ready, small_batches, train
 from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds
 from .test_weight_average import Press, assert_close, assert_same, weights
+from .versions import nd, set_params
 
 SIZES = [6, 6, 5]
 OPTIMIZERS = {"sgd": {"learning_rate": 0.1, "momentum": 0.9}, "adam": {"learning_rate": 0.01}}
@@ -21,7 +23,10 @@ def conv_net(ctx, hybridize=None):
     body = nn.HybridSequential()
     body.add(nn.Conv2D(4, kernel_size=3, in_channels=1, activation="tanh"), nn.Flatten(), nn.Dense(5, in_units=64))
     net.add(body, nn.Dense(3, in_units=5))
-    return ready(net, ctx, hybridize, 5)
+    ready(net, ctx, hybridize, 5)
+    if is_mxnet2():
+        net(nd.ones((1, 1, 6, 6), ctx=ctx[0]))  # decides the shape of the convolution
+    return net
 
 
 def by_hand(optimizer, epochs, unfreeze_epoch, lr_mult):
@@ -37,7 +42,7 @@ def by_hand(optimizer, epochs, unfreeze_epoch, lr_mult):
                 param.grad_req = "write"
         for X, y in small_batches(SIZES):
             with autograd.record():
-                loss = LOSS(net(mx.nd.array(X, ctx=ctx)), mx.nd.array(y, ctx=ctx))
+                loss = LOSS(net(nd.array(X, ctx=ctx)), nd.array(y, ctx=ctx))
             loss.backward()
             trainer.step(len(X))
     return weights(net)
@@ -163,10 +168,10 @@ def test_the_losses_are_those_of_training():
         X, y = data[step % len(data)]
         trainer.set_learning_rate(0.01 * 100 ** (step / 5))
         with autograd.record():
-            loss = LOSS(by_hand(mx.nd.array(X)), mx.nd.array(y))
+            loss = LOSS(by_hand(nd.array(X)), nd.array(y))
         loss.backward()
         trainer.step(len(X))
-        losses.append(loss.mean().asscalar())
+        losses.append(loss.mean().asnumpy().item())
         smooth = 0.98 * smooth + 0.02 * losses[-1]
         assert finder.smoothed[step] == pytest.approx(smooth / (1 - 0.98 ** (step + 1)), rel=1e-5)
     assert finder.losses == pytest.approx(losses, rel=1e-5)
@@ -199,6 +204,6 @@ def test_an_error_in_the_sweep_restores_everything():
         mgpu.tuning.LearningRateFinder(net, LOSS, trainer).sweep(iter([*data, (1, 2, 3)]), start=0.1)
     assert_same(weights(net), before)
     assert trainer.learning_rate == 0.5
-    net.collect_params().setattr("grad_req", "add")
+    set_params(net, "grad_req", "add")
     with pytest.raises(mgpu.errors.ModesError):  # of sums that the program goes on with
         mgpu.tuning.LearningRateFinder(net, LOSS, trainer).sweep(data)

@@ -8,6 +8,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import NonFiniteLossError, TrainerError
+from gluon_mgpu.runtime.mxnet2 import is_mxnet2
 from mxnet.gluon import nn
 
 from .conftest import LOSS, SEED, largest_difference, sequential, weights_of
@@ -318,7 +319,7 @@ def test_a_second_ctrl_c_does_not_wait():
 def test_it_trains_in_another_thread():
     """Only the main thread may set signal handlers."""
     histories = []
-    thread = threading.Thread(target=lambda: histories.append(train([mx.cpu()])))
+    thread = threading.Thread(target=lambda: histories.append((is_mxnet2() and mx.npx.set_np(), train([mx.cpu()]))[1]))
     thread.start()
     thread.join(timeout=240)
     assert len(histories[0].rows) == 1

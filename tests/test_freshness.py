@@ -15,6 +15,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from .conftest import initialized, largest_difference, sequential, weights_of
+from .versions import nd, set_params
 from .worlds import devices as devices
 
 CPU = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
@@ -73,7 +74,7 @@ def on_one_device(passes, optimizer=MOMENTUM, make=dense):
     trainer = gluon.Trainer(net.collect_params(), optimizer[0], dict(optimizer[1]))
     for X, has_step in passes:
         with autograd.record():
-            loss = (net(mx.nd.array(X)) ** 2).sum()
+            loss = (net(nd.array(X)) ** 2).sum()
         loss.backward()
         if has_step:
             trainer.step(len(X))
@@ -215,25 +216,26 @@ def test_one_call_of_backward_per_device_is_refused():
 
 def test_running_sums_of_one_call_of_backward_per_device():
     net, trainer = world()
-    net.collect_params().setattr("grad_req", "add")
+    set_params(net, "grad_req", "add")
     for loss in losses_of(net, data(1, 6), CPU):
         mgpu.backward([loss])
     trainer.step(6)
     assert largest_difference(weights_of(net), on_one_device([(data(1, 6), True)])) <= 1e-6
 
 
+@pytest.mark.mxnet1("graphs that threads share")
 def test_graphs_are_there_for_threads_when_parameters_have_moved():
     """Threads that call a block at once would each trace it, and fail in its name scope."""
     net = sequential(nn.Dense(4), nn.Dense(2), ctx=CPU, hybridize={})
     trainer = mgpu.Trainer(net, *MOMENTUM)
     with autograd.record():
-        losses = [net(mx.nd.ones((2, 3), ctx=context)).sum() for context in CPU]
+        losses = [net(nd.ones((2, 3), ctx=context)).sum() for context in CPU]
     former = net._cached_op
     autograd.backward(losses)
     trainer.step(6)
     assert former is not net._cached_op is not None
     with autograd.record():
-        losses = [net(mx.nd.ones((2, 3), ctx=context)).sum() for context in CPU]
+        losses = [net(nd.ones((2, 3), ctx=context)).sum() for context in CPU]
     autograd.backward(losses)
     trainer.step(6)
     net.hybridize(False)
@@ -260,7 +262,7 @@ def test_each_device_may_have_a_thread_of_its_own():
 
 def test_gradients_that_are_returned_are_no_pass():
     net, trainer = world()
-    x = mx.nd.array(data(1, 1))
+    x = nd.array(data(1, 1))
     x.attach_grad()
     with autograd.record():
         y = net(x).sum()
@@ -308,7 +310,7 @@ def test_whose_pass_was_without_data_may_be_unknown():
     empty_pass()
     assert_refused(lambda: trainers[0].step(6), "several passes before a step", ModesError)
     trainers[0].discard()
-    mgpu.backward(losses_of(through(nets[1], lambda out: nets[0](mx.nd.tile(out, (1, 3)))), data(1, 6), CPU))
+    mgpu.backward(losses_of(through(nets[1], lambda out: nets[0](nd.tile(out, (1, 3)))), data(1, 6), CPU))
     trainers[1].step(6)
     empty_pass()
     assert_refused(lambda: trainers[0].step(6), "no gradient", StaleGradientError)
@@ -353,6 +355,7 @@ def test_another_trainers_step_inside_a_group(devices):
 # Sparse gradients, and gradients that the user lets add up
 
 
+@pytest.mark.mxnet1("sparse arrays")
 @pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM], ids=["momentum", "adam"])
 def test_a_sparse_gradient_of_an_idle_device_has_no_rows(optimizer):
     """Lazy optimizers move the rows that a gradient has: a gradient of zeros with all rows would move the whole table."""
@@ -390,10 +393,11 @@ def test_a_pass_of_another_network_leaves_a_sum_for_its_update(devices):
     assert_refused(trainer.allreduce_grads, r"Call update\(\) after it, or discard\(\)")
 
 
+@pytest.mark.mxnet1("Pipeline")
 def test_a_trainer_without_trained_parameters_does_not_disturb_a_split():
     """Its table of gradients is empty; every later split that left a device idle raised a TypeError."""
     net = initialized(nn.Dense(2, in_units=3), CPU)
-    net.collect_params().setattr("grad_req", "null")
+    set_params(net, "grad_req", "null")
     trainer = mgpu.Trainer(net, "sgd")
     for _ in range(2):
         Xs, _ = mgpu.split_batch(np.ones((1, 3), "float32"), np.zeros(1), CPU)
@@ -412,6 +416,7 @@ def test_a_batch_that_fails_hides_no_pass_that_follows(devices):
         trainer.step(6)
 
 
+@pytest.mark.mxnet1("compiled passes")
 def test_a_compiled_pass_of_another_network_does_not_count_on_a_device_without_data():
     net, head = dense(CPU), dense(CPU, in_units=1)
     both = nn.HybridSequential()
@@ -422,6 +427,7 @@ def test_a_compiled_pass_of_another_network_does_not_count_on_a_device_without_d
     assert_refused(partial(trainers[1].step, 1), "several backward passes")
 
 
+@pytest.mark.mxnet1("compiled passes")
 def test_a_compiled_step_uses_the_gradients_of_shared_parameters():
     net = dense(CPU)
     trainers = [mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}) for _ in range(2)]
@@ -430,6 +436,7 @@ def test_a_compiled_step_uses_the_gradients_of_shared_parameters():
         assert_refused(partial(trainer.step, 4), "no gradient", StaleGradientError)
 
 
+@pytest.mark.mxnet1("compiled passes")
 def test_compiled_steps_read_no_flags_and_refuse_those_they_find_later(monkeypatch):
     net, L2 = dense(CPU), gluon.loss.L2Loss()
     trainer = mgpu.Trainer(net, *MOMENTUM)
@@ -451,6 +458,7 @@ def test_compiled_steps_read_no_flags_and_refuse_those_they_find_later(monkeypat
     trainer.step(6)
 
 
+@pytest.mark.mxnet1("compiled passes")
 @pytest.mark.parametrize("change", ["an unrelated trainer", "another trainer", "frozen"])
 def test_flags_older_than_compiled_steps_stay_unknown(change):
     net, batch = nn.HybridSequential(), (data(0, 6), data(1, 6, width=1))
@@ -463,12 +471,13 @@ def test_flags_older_than_compiled_steps_stay_unknown(change):
     mgpu.compile_step(other, gluon.loss.L2Loss(), mgpu.Trainer(other, *MOMENTUM))(*batch)
     step(*batch)
     if change == "frozen":
-        net[0].collect_params().setattr("grad_req", "null")
+        set_params(net[0], "grad_req", "null")
     changed = mgpu.Trainer(net if change == "another trainer" else dense(CPU), *MOMENTUM)
     stepping = changed if change == "another trainer" else trainer
     assert_refused(partial(stepping.step, 6, ignore_stale_grad=True), "compile_step", ModesError)
 
 
+@pytest.mark.mxnet1("compiled passes")
 def test_compiled_micro_steps_do_not_mind_a_look_at_gradients():
     net, batch = dense(CPU), (data(0, 6), data(1, 6, width=1))
     trainer = mgpu.Trainer(net, *MOMENTUM)
@@ -520,7 +529,7 @@ def test_train_batch_drops_gradients_that_another_trainer_shares(order):
 
 def test_running_sums_are_dropped_before_they_have_a_place():
     net = dense(CPU, in_units=0)
-    net.collect_params().setattr("grad_req", "add")
+    set_params(net, "grad_req", "add")
     trainer = mgpu.Trainer(net, *MOMENTUM)
     mgpu.backward(losses_of(net, data(1, 6), CPU))
     trainer.discard()
@@ -586,6 +595,7 @@ def trunk_and_head():
     return net, *(mgpu.Trainer(part, "sgd", {"learning_rate": 0.01}) for part in net)
 
 
+@pytest.mark.mxnet1("compiled passes")
 def test_compiled_steps_of_a_network_and_of_its_trunk():
     """The trunk's own compiled step hid that the next one of the network wrote its gradients: `step` raised."""
     X, y, wide = data(1, 4, 2), np.zeros((4, 1), "float32"), np.zeros((4, 3), "float32")
@@ -610,7 +620,7 @@ def test_frozen_parameters_have_no_parts():
     net, trunk, head = trunk_and_head()
     X, y = data(1, 4, 2), np.zeros((4, 1), "float32")
     mgpu.train_batch(net, gluon.loss.L2Loss(), trunk, X, y, micro_steps=2)
-    net[1].collect_params().setattr("grad_req", "null")
+    set_params(net[1], "grad_req", "null")
     mgpu.backward(losses_of(net, X, CPU[:2]))
     trunk.step(4)
     head.step(4, ignore_stale_grad=True)

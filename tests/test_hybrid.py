@@ -10,6 +10,9 @@ from mxnet.gluon import nn
 
 from .conftest import as_array, initialized, largest_difference, sequential
 from .test_pipeline import Crossing, batches, contexts, dense, seeded, trained, values
+from .versions import nd
+
+pytestmark = pytest.mark.mxnet1("Pipeline")
 
 
 def hybrid(net, num_stages, micro_batches=1, *, shared=None, ctx=None, sample=None, **options):
@@ -35,14 +38,14 @@ def test_it_trains_what_one_device_trains(num_stages, micro_batches, num_replica
     scale = max(np.abs(value).max() for value in alone)
     assert largest_difference(found, alone) <= 1e-6 * scale
     assert float(trainer.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-5)
-    X = mx.nd.array(batches()[0][0])
+    X = nd.array(batches()[0][0])
     assert largest_difference([model(X).asnumpy()], [seeded_like(found)(X).asnumpy()]) < 1e-6
 
 
 def seeded_like(arrays):
     net = dense()
     for param, value in zip(net.collect_params().values(), arrays):
-        param.set_data(mx.nd.array(value))
+        param.set_data(nd.array(value))
     return net
 
 
@@ -130,5 +133,5 @@ def test_what_cannot_be_is_refused(make, shared, message):
 
 def test_each_part_costs_what_it_holds():
     net = sequential(nn.Dense(8, in_units=4), nn.Dense(8, in_units=8), nn.Dense(2, in_units=8))
-    found = mgpu.split_stages(net, 2, mx.nd.ones((2, 4)), balance="bytes", data_parallel=[net[2]])
+    found = mgpu.split_stages(net, 2, nd.ones((2, 4)), balance="bytes", data_parallel=[net[2]])
     assert found.costs == [160.0, 288.0, 72.0]

@@ -10,6 +10,7 @@ from mxnet import gluon
 from mxnet.gluon import nn
 
 from .conftest import LOSS, as_array, initialized, largest_difference, small_batches, small_net, weights_of
+from .versions import nd
 
 CTX = [mx.cpu(0), mx.cpu(1)]
 CE = gluon.loss.SoftmaxCrossEntropyLoss
@@ -85,8 +86,8 @@ class Same(CE):
 class Ignoring(CE):
     """One that ignores negative labels: it says so nowhere."""
 
-    def hybrid_forward(self, F, pred, label):
-        return super().hybrid_forward(F, pred, F.maximum(label, 0)) * (label >= 0)
+    def forward(self, pred, label):
+        return super().forward(pred, nd.maximum(label, 0)) * (label >= 0)
 
 
 @pytest.mark.parametrize(

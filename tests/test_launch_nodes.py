@@ -21,6 +21,7 @@ from gluon_mgpu.distributed.launcher.supervisor import run_job
 from .conftest import assert_house_style
 from .test_launch import LAUNCHER, PYTHON, mark, marked, quiet_port, reap, until
 from .test_processes import BACKENDS
+from .versions import without_log
 
 __all__ = ["mark"]  # a fixture
 RARE = pytest.mark.exhaustive
@@ -53,7 +54,7 @@ class Hosts:
 
     def log(self, node_rank, rank, restart=0):
         path = self.folder / f"node{node_rank}" / (f"restart-{restart}" if restart else "") / f"rank-{rank}.log"
-        return path.read_text("utf-8", "replace") if path.exists() else ""
+        return without_log(path.read_text("utf-8", "replace")) if path.exists() else ""
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from mxnet import autograd
 
 from .conftest import assert_house_style
 
+pytestmark = pytest.mark.mxnet1("synchronised BatchNorm")
+
 PLACE, ELSEWHERE = object(), object()
 variable = ContextVar("variable", default=0)
 

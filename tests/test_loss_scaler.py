@@ -11,6 +11,8 @@ from mxnet import autograd
 
 from .conftest import small_net
 
+pytestmark = pytest.mark.mxnet1("bf16 and fp16")
+
 INF, NAN = float("inf"), float("nan")
 
 

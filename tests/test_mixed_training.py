@@ -10,6 +10,8 @@ from gluon_mgpu.trainer.precision import can_compute_bf16, precision_of
 from .conftest import LOSS, as_array, largest_difference, small_batches, small_net, train, weights_of
 from .worlds import devices as devices
 
+pytestmark = pytest.mark.mxnet1("bf16 and fp16")
+
 MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9})
 
 

@@ -12,6 +12,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from .conftest import LOSS, gluon_loop, initialized, largest_difference, sequential, small_batches, small_net, weights_of
+from .versions import nd
 
 HYBRIDIZE = {"plain": None, "hybrid": {}, "static": {"static_alloc": True, "static_shape": True}}
 TWO = [mx.cpu(0), mx.cpu(1)]
@@ -22,7 +23,7 @@ def gluoncv_script(module, ctx, batches, make_trainer, sync=False, **options):
     net = DataParallelModel(module, ctx, sync, **options)
     criterion = DataParallelCriterion(LOSS, ctx, sync)
     trainer = make_trainer(net.module.collect_params())
-    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
+    array = mx.np.array if mx.util.is_np_array() else nd.array
     for X, y in batches:
         data, target = array(X, dtype=X.dtype), array(y, dtype=y.dtype)
         with autograd.record(True):
@@ -110,7 +111,7 @@ def test_a_loss_takes_several_outputs_several_labels_and_options(devices):
 def test_without_devices_calls_go_through():
     net = dense(mx.cpu(1))
     model, criterion = DataParallelModel(net), DataParallelCriterion(lambda out, y, scale: (out - y) * scale)
-    x = mx.nd.ones((1, 3), ctx=mx.cpu(1))
+    x = nd.ones((1, 3), ctx=mx.cpu(1))
     assert model(x).shape == (1, 2) and net.weight.list_ctx() == [mx.cpu(1)]
     assert criterion(model(x), model(x), scale=2).asnumpy().tolist() == [[0.0, 0.0]]
 
@@ -123,12 +124,12 @@ def test_a_static_graph_follows_its_parameters_to_other_devices(start):
     module.hybridize(static_alloc=True, static_shape=True)
     for _ in range(3):
         with autograd.record():
-            outputs = [module(mx.nd.ones((2, 3), ctx=context)) for context in start]
+            outputs = [module(nd.ones((2, 3), ctx=context)) for context in start]
         autograd.backward(outputs)
     net = DataParallelModel(module, ctx)
     for _ in range(3):
         with autograd.record():
-            outputs = [output[0].sum() for output in net(mx.nd.ones((6, 3)))]
+            outputs = [output[0].sum() for output in net(nd.ones((6, 3)))]
         autograd.backward(outputs)
     mx.nd.waitall()
     assert [grad.asnumpy().tolist() for grad in module[1].weight.list_grad()] == [[[6.0] * 4] * 2] * 3  # two examples, 3 each
@@ -170,17 +171,18 @@ def test_what_it_has_not_it_takes_from_the_network(tmp_path):
     assert copy.copy(net).module is module
 
 
+@pytest.mark.mxnet1("synchronised BatchNorm")
 def test_a_device_that_others_wait_for_is_not_left_out_when_training():
     module = initialized(gluon.contrib.nn.SyncBatchNorm(num_devices=2, in_channels=3))
     net = DataParallelModel(module, TWO, sync=True)
     with autograd.record(), pytest.raises(StepError, match="got a batch for 1 of the 2 devices"):
-        net(mx.nd.ones((1, 3)))
-    assert len(net(mx.nd.ones((1, 3)))) == 1  # predicting, nobody waits
+        net(nd.ones((1, 3)))
+    assert len(net(nd.ones((1, 3)))) == 1  # predicting, nobody waits
     with autograd.record():
-        assert len(DataParallelModel(dense(), TWO, sync=True)(mx.nd.ones((1, 3)))) == 1
+        assert len(DataParallelModel(dense(), TWO, sync=True)(nd.ones((1, 3)))) == 1
     module = initialized(nn.BatchNorm(in_channels=3))
     with autograd.record():
-        assert len(DataParallelModel(mgpu.set_batch_norm(module, "sync"), TWO, sync=True)(mx.nd.ones((1, 3)))) == 1
+        assert len(DataParallelModel(mgpu.set_batch_norm(module, "sync"), TWO, sync=True)(nd.ones((1, 3)))) == 1
 
 
 WRONG = {
@@ -195,7 +197,7 @@ WRONG = {
     "other lengths": (ShardError, lambda: DataParallelModel(dense(), TWO)(np.ones((4, 3)), np.ones((3, 3)))),
     "no such axis": (ShardError, lambda: DataParallelModel(dense(), TWO, batch_axis=2)(np.ones((4, 3)))),
     "outputs of others": (ShardError, lambda: DataParallelCriterion(LOSS, TWO)([1], np.ones(4))),
-    "outputs that are none": (ShardError, lambda: DataParallelCriterion(LOSS, TWO)(mx.nd.ones(2), np.ones(4))),
+    "outputs that are none": (ShardError, lambda: DataParallelCriterion(LOSS, TWO)(nd.ones(2), np.ones(4))),
     "no labels": (ShardError, lambda: DataParallelCriterion(LOSS, TWO)([1, 2])),
 }
 
@@ -227,6 +229,7 @@ def test_an_error_of_the_network_or_the_loss_names_its_device():
         DataParallelCriterion(refuses, TWO)(net(np.ones((4, 3), "float32")), np.ones((4, 2), "float32"))
 
 
+@pytest.mark.mxnet1("synchronised BatchNorm")
 def test_a_synchronised_network_is_as_one_device():
     ctx = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
     X, y = small_batches([10])[0]

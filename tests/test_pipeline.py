@@ -27,6 +27,8 @@ from mxnet.gluon import nn
 from .conftest import LOSS, gluon_loop, initialized, largest_difference, train
 from .test_no_sync import waits as waits
 
+pytestmark = pytest.mark.mxnet1("Pipeline")
+
 SIZES = (14, 14, 9)  # the last batch has fewer examples than the others, and no multiple of the micro-batches
 
 

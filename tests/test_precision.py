@@ -16,7 +16,10 @@ from mxnet.gluon import nn
 from .conftest import HYBRIDIZE, LOSS, initialized, largest_difference, ready, sequential, small_batches, small_net, weights_of
 from .worlds import devices as devices
 
-pytestmark = pytest.mark.skipif(not can_compute_bf16(), reason="MXNet cannot compute in bfloat16 on this processor")
+pytestmark = [
+    pytest.mark.mxnet1("bf16 and fp16"),
+    pytest.mark.skipif(not can_compute_bf16(), reason="MXNet cannot compute in bfloat16 on this processor"),
+]
 EPS = 2.0**-8  # of bfloat16: half a unit in the last of its 8 digits
 
 

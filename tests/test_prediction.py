@@ -8,11 +8,14 @@ import pytest
 from gluon_mgpu.data.prefetch import NUM_HELD
 from gluon_mgpu.errors import ShardError, StepError, TrainerError
 from gluon_mgpu.loop.predict import predict, predict_batches
+from gluon_mgpu.models.hybrid_block import new_parameter
+from gluon_mgpu.runtime.mxnet2 import is_mxnet2
 from mxnet import autograd, gluon
 from mxnet.base import _LIB
 from mxnet.gluon import nn
 
 from .conftest import HYBRIDIZE, initialized, sequential
+from .versions import nd
 
 
 def linear_net(ctx, hybridize=None):
@@ -36,7 +39,7 @@ class Calls(nn.Block):
     def __init__(self, function, ctx):
         super().__init__()
         self.function = function
-        self.unused = self.params.get("unused", shape=(1,))
+        self.unused = new_parameter(self, "unused", shape=(1,))
         self.initialize(ctx=ctx)
 
     def forward(self, x):
@@ -143,7 +146,7 @@ def test_what_it_holds_does_not_grow(devices, form):
     net = linear_net(devices)
     before = num_arrays()
     held = {}
-    source = (mx.nd.array(X) if form == "MXNet" else X for X in make_batches(*[6] * 32))
+    source = (nd.array(X) if form == "MXNet" else X for X in make_batches(*[6] * 32))
     for number, _ in enumerate(predict_batches(net, source, max_inflight=2)):
         if number in (10, 30):
             held[number] = num_arrays()
@@ -151,6 +154,7 @@ def test_what_it_holds_does_not_grow(devices, form):
     assert num_arrays() == before
 
 
+@pytest.mark.mxnet1("compiled passes")
 def test_a_few_batches_make_no_graph(devices, monkeypatch):
     """MXNet never frees the text of one: a server that predicts each request by a call grew with each."""
     net, made, tojson = linear_net(devices, {"static_alloc": True}), [], mx.sym.Symbol.tojson
@@ -179,7 +183,7 @@ def test_an_iterator_may_write_each_batch_into_the_arrays_of_the_one_before(devi
     rows = np.random.rand(20, 6, 3).astype("float32")
 
     def recycling():
-        X = mx.nd.zeros((6, 3))
+        X = nd.zeros((6, 3))
         for row in rows:
             X[:] = row
             yield X
@@ -204,7 +208,7 @@ def test_a_network_whose_shapes_are_unknown_yet_predicts(devices, arrays, compil
 @pytest.mark.parametrize("shard", [0, 1])
 def test_the_error_of_a_device_names_its_batch_and_device(at, shard):
     """A matrix that has no Cholesky factor: it fails on its device, after it was queued."""
-    net = Calls(mx.nd.linalg.potrf, [mx.cpu(0), mx.cpu(1)])
+    net = Calls(mx.np.linalg.cholesky if is_mxnet2() else mx.nd.linalg.potrf, [mx.cpu(0), mx.cpu(1)])
     batches = [np.array([np.eye(2)] * 4, dtype="float32") for _ in range(6)]
     for batch in batches[at - 1 :]:
         batch[2 * shard] *= -1

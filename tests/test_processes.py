@@ -32,7 +32,9 @@ import mxnet as mx
 import numpy as np
 from gluon_mgpu.distributed.process import this_process
 from gluon_mgpu.distributed import any_process, group, without_group
+from gluon_mgpu.runtime.mxnet2 import is_mxnet2
 from mxnet import autograd, gluon, init
+nd = mx.np if is_mxnet2() else mx.nd
 me = this_process()
 folder, num_devices = sys.argv[1], int(sys.argv[2])
 ctx = mgpu.devices.resolve_devices([mx.cpu(i) for i in range(num_devices)])
@@ -270,7 +272,7 @@ AGREE = """
     with trainer.accumulate():
         if not me.rank:
             with autograd.record():
-                losses = [loss(net(mx.nd.array(X)), mx.nd.array(y))]
+                losses = [loss(net(nd.array(X)), nd.array(y))]
         mgpu.backward(tuple(losses))
         trainer.step(6 * len(losses))
     trainer.flush()

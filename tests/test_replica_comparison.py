@@ -23,6 +23,7 @@ USES = {
     "save_checkpoint with its trainer": lambda net, folder: mgpu.save_checkpoint(folder / "c", net, mgpu.Trainer(net, "sgd")),
     "export": lambda net, folder: mgpu.export(net, folder / "n.onnx", X),
 }
+NAMES = [pytest.param(use, marks=pytest.mark.mxnet1("export")) if use == "export" else use for use in USES]
 
 
 def network():
@@ -40,14 +41,17 @@ def step(net, trainer, backward=mgpu.backward):
     trainer.step(len(X))
 
 
-@pytest.mark.parametrize("use", [use for use in USES if "trainer" not in use])  # one of the whole network makes them equal
+@pytest.mark.parametrize(
+    "use", [use for use in NAMES if use != "save_checkpoint with its trainer"]
+)  # one of the whole network makes them equal
 @pytest.mark.parametrize("hybridized", [None, {}, {"static_alloc": True, "static_shape": True}])
 def test_a_trainer_of_the_last_layer_leaves_the_statistics_of_others_different(use, hybridized, tmp_path):
     """Devices predicted differently by 0.21, and the file was of one of them."""
     net = network()
     if hybridized is not None:
         net.hybridize(**hybridized)
-    step(net, mgpu.Trainer(net[2].collect_params(), "sgd"))
+    trainer = mgpu.Trainer(net[2].collect_params(), "sgd")
+    step(net, trainer)
     told = rf"^{use.split()[0]}: got other values of 1\.running_mean on .*broadcast_parameters\(net\)"
     with pytest.raises(ReplicaError, match=told):
         USES[use](net, tmp_path)
@@ -55,7 +59,7 @@ def test_a_trainer_of_the_last_layer_leaves_the_statistics_of_others_different(u
     USES[use](net, tmp_path)
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", NAMES)
 def test_values_set_on_one_device(use, tmp_path):
     net = network()
     trainer = mgpu.Trainer(net, "sgd")  # noqa: F841
@@ -87,17 +91,22 @@ def test_a_program_with_gluons_trainer_goes_on(caplog):
     assert "evaluate: got other values of 1.running_mean" in caplog.text
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int32", "bool", mx.nd.ndarray._DTYPE_MX_TO_NP[12]], ids=str)
+BFLOAT16 = pytest.param(mx.nd.ndarray._DTYPE_MX_TO_NP[12], marks=pytest.mark.mxnet1("bf16 and fp16"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int32", "bool", BFLOAT16], ids=str)
 def test_what_counts_as_different(dtype):
-    params = gluon.ParameterDict()
-    for name, shape in (("one", (1,)), ("table", (3, 2))):
-        params.get(name, shape=shape, dtype=dtype, grad_req="null").initialize(mx.init.One(), ctx=CONTEXTS)
+    shapes = {"one": (1,), "table": (3, 2)}
+    params = {name: gluon.Parameter(name, shape=shape, dtype=dtype, grad_req="null") for name, shape in shapes.items()}
+    for param in params.values():
+        param.initialize(mx.init.One(), ctx=CONTEXTS)
     ReplicaComparison("use", params).check()
     if str(dtype).startswith("float"):
         for context in CONTEXTS:
             params["table"].data(context)[:] = float("nan")
         ReplicaComparison("use", params).check()  # NaN is equal to NaN, and nothing else
     params["table"].data(CONTEXTS[1])[2, 1] = 0
-    params["table"]._trainer = mgpu.Trainer(network(), "sgd")
+    trainer = mgpu.Trainer(network(), "sgd")
+    params["table"]._set_trainer(trainer)
     with pytest.raises(ReplicaError, match="other values of table"):
         ReplicaComparison("use", params).check()

@@ -6,10 +6,12 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.models.hybrid_block import new_parameter
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from .conftest import HYBRIDIZE, initialized, largest_difference, sequential
+from .versions import nd
 
 LOSS = gluon.loss.L2Loss()
 MOMENTUM = 0.9
@@ -101,6 +103,7 @@ def test_fixed_shares_give_the_statistics_of_one_device_that_weighs_its_shards(w
     assert_stats(net, expected)
 
 
+@pytest.mark.mxnet1("compiled passes")
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 @pytest.mark.parametrize("mode", HYBRIDIZE)
@@ -151,7 +154,7 @@ def test_a_pass_that_no_step_used_counts_before_evaluation(backward, weights, dr
     assert_stats(net, [np.average(pair, axis=0, weights=weights) for pair in shards])
     trainer.step(3, ignore_stale_grad=True) if drops else trainer.step(3)
     go_back(net, trainer, X * np.nan, y, backward)
-    net[0].running_var.set_data(mx.nd.array([0.1, 0.3]))  # such as those of an earlier checkpoint
+    net[0].running_var.set_data(nd.array([0.1, 0.3]))  # such as those of an earlier checkpoint
     if drops:
         trainer.discard()
     mgpu.evaluate(net, [(X, y)], {}, loss=LOSS)
@@ -174,7 +177,7 @@ def test_a_pass_that_no_step_used_counts_before_update_bn():
 def test_other_values_without_a_gradient_stay():
     """The mean of the changes of a mask of attention would be NaN."""
     net, _ = normed(2)
-    mask = net.params.get("mask", shape=(2,), init=mx.init.Constant(-np.inf), differentiable=False)
+    mask = new_parameter(net, "mask", shape=(2,), init=mx.init.Constant(-np.inf), differentiable=False)
     mask.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
     by_train_batch(net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.0}), *batch(3))
     assert all((array.asnumpy() == -np.inf).all() for array in mask.list_data())
@@ -218,7 +221,7 @@ def test_a_checkpoint_holds_what_evaluation_takes_and_a_resumed_run_continues(lo
 def test_statistics_that_training_leaves_alone_stay(devices):
     """`use_global_stats`, and a network that only predicts."""
     net = sequential(nn.BatchNorm(in_channels=2, use_global_stats=True), nn.Dense(1, in_units=2), ctx=devices)
-    net[0].running_mean.set_data(mx.nd.array([0.1, 0.7]))
+    net[0].running_mean.set_data(nd.array([0.1, 0.7]))
     by_train_batch(net, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), *batch(5))
     gamma = net[0].gamma.data(devices[0]).asnumpy()
     assert_stats(net, [np.array([0.1, 0.7]), np.ones(2)], atol=1e-7)
@@ -251,6 +254,7 @@ def test_those_of_layers_that_are_not_trained_move_alike():
     assert_stats(net, means)
 
 
+@pytest.mark.mxnet1("export")
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
 def test_those_of_a_symbol_block_move_alike(tmp_path):
     """As in GluonCV's SSD. Gluon marks them as frozen weights."""
@@ -320,7 +324,7 @@ def test_examples_count_once_whoever_owns_the_statistics(between, tmp_path):
         first.load_states(str(tmp_path / "states"))
         assert other.params == first.params
     for param, value in zip((net[0].running_mean, net[0].running_var), INITIAL):
-        param.set_data(mx.nd.array(value))
+        param.set_data(nd.array(value))
     X, y = batch(3, 1)
     go_back(net, first, X, y)
     if between == "another trainer":

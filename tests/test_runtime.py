@@ -166,6 +166,7 @@ def plain():
     return run_clean(three, MALLOC, ASK, program)
 
 
+@pytest.mark.mxnet1("OpenMP threads of one context")
 def test_one_context_alone_gets_all_cores_and_keeps_them(plain):
     assert plain[2:] == ["3", "[3, 1, 1]"]
 

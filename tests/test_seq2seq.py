@@ -10,6 +10,7 @@ from gluon_mgpu.models.seq2seq.sequence_loss import SequenceLoss
 from mxnet import autograd, gluon
 
 from .conftest import initialized, largest_difference, weights_of
+from .versions import with_prefix
 
 SOURCE_VOCAB, TARGET_VOCAB = 9, 11
 MODELS = {
@@ -58,7 +59,7 @@ def passed_back(net, loss, batch, arrays):
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_a_recurrence_is_gluon_s_cell(cell, recurrence):
     """Gluon's cell, unrolled, has the same parameters and gives the same."""
-    theirs = (gluon.rnn.GRUCell if cell == "gru" else gluon.rnn.LSTMCell)(4, input_size=3, prefix="theirs_")
+    theirs = with_prefix(gluon.rnn.GRUCell if cell == "gru" else gluon.rnn.LSTMCell, "theirs_", hidden_size=4, input_size=3)
     ours = Recurrence(cell, 4, 3, recurrence)
     for block in (theirs, ours):
         block.initialize(mx.init.Uniform(0.5))

@@ -1,17 +1,19 @@
 """Contract: one device updates each parameter, with the bits of an update on every device (`shard_optimizer=False`)."""
 
 import copy
+from importlib import import_module
 
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.runtime.mxnet2 import load_amp
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import autograd, gluon
-from mxnet.contrib.amp.loss_scaler import LossScaler as ScalerOfAmp
 from mxnet.gluon import nn
 
 from .conftest import LOSS, cpus, sequential, small_batches, small_net, weights_of
+from .versions import set_params
 from .worlds import Scale
 
 SGD = ("sgd", {"learning_rate": 0.05, "momentum": 0.9, "wd": 1e-3})
@@ -100,7 +102,7 @@ def test_options_and_changes_during_training(tmp_path):
         train(net, trainer)
         trainer.set_learning_rate(0.01)
         net[5].bias.set_data(mx.nd.ones(8))
-        net[6].collect_params().setattr("lr_mult", 0.5)
+        set_params(net[6], "lr_mult", 0.5)
         train(net, trainer)
         net.save_parameters(str(tmp_path / "net"))
         train(net, trainer)
@@ -285,7 +287,8 @@ def sum_by_hand(net, trainer):
 
 
 def use_amp(net, trainer):
-    trainer._amp_loss_scaler = ScalerOfAmp()  # as mxnet.contrib.amp.init_trainer does
+    scaler = import_module(f"{load_amp().__package__}.loss_scaler").LossScaler
+    trainer._amp_loss_scaler = scaler()  # as mxnet.contrib.amp.init_trainer does
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM])

@@ -10,6 +10,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from .conftest import as_array, initialized, largest_difference
+from .versions import with_prefix
 
 SCHEDULED = {"learning_rate": 0.05, "lr_scheduler": lambda: mx.lr_scheduler.FactorScheduler(step=2, factor=0.5, base_lr=0.05)}
 OPTIMIZERS = {
@@ -23,8 +24,8 @@ OPTIMIZERS = {
 
 def deep_net(ctx, num_layers=4):
     """Layers of the names dense8_, dense9_, dense10_, ..., which Gluon updates in another order than they have here."""
-    net = nn.HybridSequential(prefix="")
-    net.add(*[nn.Dense(3, activation="tanh", in_units=3, prefix=f"dense{8 + i}_") for i in range(num_layers)])
+    net = with_prefix(nn.HybridSequential, "")
+    net.add(*[with_prefix(nn.Dense, f"dense{8 + i}_", units=3, activation="tanh", in_units=3) for i in range(num_layers)])
     mx.random.seed(0)
     net.initialize(mx.init.Uniform(1.0), ctx=ctx)
     return net

@@ -17,6 +17,7 @@ from gluon_mgpu.runtime.profiler import Operation, Recording, operations_of, rec
 from mxnet.gluon import nn
 
 from .conftest import LOSS, initialized, sequential
+from .versions import nd
 
 MS = 1e-3
 
@@ -110,7 +111,7 @@ def train(trace, ctx, *, batches=20, epochs=1, sleep_s=0.0, compiled="auto", mis
     net = sequential(nn.Dense(8, activation="relu", in_units=4), nn.Dense(2, in_units=8), ctx=ctx, init=mx.init.Xavier())
     net.hybridize(static_alloc=True, static_shape=True)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}, bucket_bytes=64)  # each device updates some
-    X, y = mx.nd.ones((12, 4)), mx.nd.arange(12) % 2
+    X, y = nd.ones((12, 4)), nd.arange(12) % 2
 
     class Data:
         def __iter__(self):
@@ -219,7 +220,7 @@ def test_markers_on_contexts_that_the_profiler_cannot_record():
     recording = Recording()
     reached = []
     push(lambda: reached.append(True), device=EngineContext(CPU, len(recordable_devices()) + 1), where=ON_WORKER)
-    (mx.nd.ones((2, 2), ctx=mx.cpu(1)) * 2).wait_to_read()
+    (nd.ones((2, 2), ctx=mx.cpu(1)) * 2).wait_to_read()
     operations = recording.stop()
     assert reached
     assert {operation.device for operation in operations} <= {"cpu(0)", "cpu(1)"}
@@ -254,6 +255,7 @@ def pipeline_trace(tmp_path_factory):
     return trace.path
 
 
+@pytest.mark.mxnet1("Pipeline")
 def test_a_trace_of_a_pipeline_has_its_tasks(pipeline_trace):
     lanes = read(pipeline_trace)
     assert {lane for group, lane in lanes if group == "tasks"} == {"cpu(0)", "cpu(1)"}
@@ -264,6 +266,7 @@ def test_a_trace_of_a_pipeline_has_its_tasks(pipeline_trace):
         assert not any(event["name"].startswith("task ") for event in lanes["devices", f"cpu({stage})"])
 
 
+@pytest.mark.mxnet1("Pipeline")
 def test_no_task_begins_while_the_device_computes_the_one_before(tmp_path):
     """The first task of a batch began with its data: while the host was ahead, in the middle of the batch before."""
     trace = mgpu.loop.Trace(tmp_path / "trace.json", warm_up=3, steps=4)
@@ -273,6 +276,7 @@ def test_no_task_begins_while_the_device_computes_the_one_before(tmp_path):
         assert len(tasks) >= 8 and all(one["ts"] + one["dur"] <= other["ts"] + 1 for one, other in zip(tasks, tasks[1:]))
 
 
+@pytest.mark.mxnet1("Pipeline")
 def test_the_schedule_shows_a_box_for_each_task(pipeline_trace):
     axes = plot_schedule(pipeline_trace, step=1).axes[0]
     labels = [label.get_text() for label in axes.get_yticklabels()]
@@ -287,6 +291,7 @@ def test_the_schedule_shows_a_box_for_each_task(pipeline_trace):
     assert len([collection for collection in axes.collections if len(collection.get_paths())]) == 2 + 8
 
 
+@pytest.mark.mxnet1("Pipeline")
 def test_a_schedule_that_is_not_there(pipeline_trace, tmp_path):
     trace = mgpu.loop.Trace(tmp_path / "trace.json", warm_up=2, steps=2)
     train(trace, [mx.cpu(0)], batches=5)

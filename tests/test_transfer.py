@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import DeviceError
 
+from .versions import nd
+
 
 def test_copyto_always_copies(arrays):
     x = arrays.array([1.0, 2.0], ctx=mx.cpu(0))
@@ -30,8 +32,8 @@ def test_host_arrays_keep_their_dtype(arrays):
 
 
 def test_copyto_writes_into_arrays():
-    targets = (mx.nd.zeros((2,), ctx=mx.cpu(1)), [mx.nd.zeros((1, 3))])
-    returned = mgpu.copyto((mx.nd.ones((2,)), [np.full((1, 3), 5.0)]), targets)
+    targets = (nd.zeros((2,), ctx=mx.cpu(1)), [nd.zeros((1, 3))])
+    returned = mgpu.copyto((nd.ones((2,)), [np.full((1, 3), 5.0)]), targets)
     assert returned is targets
     assert targets[0].asnumpy().tolist() == [1, 1]
     assert targets[1][0].asnumpy().tolist() == [[5, 5, 5]]

@@ -19,6 +19,7 @@ from mxnet.gluon import nn, rnn
 
 from .conftest import LOSS, cpus, initialized, sequential
 from .test_resume import KilledAfter, KilledError
+from .versions import nd, set_params
 
 OPTIMIZERS = {
     "sgd": ("sgd", {"learning_rate": 0.05, "momentum": 0.9}),
@@ -79,7 +80,7 @@ def train(network, num_devices, optimizer, *, sizes=(20, 17, 20), compiled="auto
         batch = step(rng.randn(size, *shape).astype("float32"), rng.randint(0, 5, size))
         losses += b"".join(loss.asnumpy().tobytes() for loss in batch.losses)
         assert {*batch.shard_numbers} == {*range(min(size, trainer.virtual_shards))}
-    after = float(mx.nd.random.uniform(shape=(1,)).asscalar())
+    after = float(mx.nd.random.uniform(shape=(1,)).asnumpy().item())
     return digest(net, trainer, hashlib.sha256(losses).hexdigest(), after)
 
 
@@ -136,12 +137,12 @@ def test_another_number_of_shards_rounds_differently():
 
 def test_gradients_of_other_parameters_are_not_added_up():
     net = sequential(nn.Dense(4, in_units=4), nn.Dense(3, in_units=4), ctx=cpus(2))
-    net[0].collect_params().setattr("grad_req", "null")
+    set_params(net[0], "grad_req", "null")
     trainer = mgpu.Trainer(net, "sgd", virtual_shards=2)
     X, y = np.ones((4, 4), "float32"), np.zeros(4, "float32")
     with trainer.accumulate():
         mgpu.train_batch(net, LOSS, trainer, X, y)
-    net[0].collect_params().setattr("grad_req", "write")
+    set_params(net[0], "grad_req", "write")
     with pytest.raises(ModesError, match="discard"):
         mgpu.train_batch(net, LOSS, trainer, X, y)
     trainer.discard()
@@ -157,7 +158,7 @@ def test_the_tree_is_the_same_for_every_division(num_shards, data):
     leaves = np.random.RandomState(num_shards).randn(num_leaves, 5).astype("float32")
     tree = TreeSum(VirtualShards(num_shards, cpus(num_devices)), cpus(num_devices))
     each = num_shards // num_devices
-    gradients = [[mx.nd.zeros(5, ctx=context)] for context in cpus(num_devices)]
+    gradients = [[nd.zeros(5, ctx=context)] for context in cpus(num_devices)]
     for number, leaf in enumerate(leaves):
         replica = number // each
         gradients[replica][0][:] = leaf
@@ -235,7 +236,7 @@ def test_what_is_refused(call, message):
 
 def by_hand(net, trainer, shape):
     with mx.autograd.record():
-        losses = [net(mx.nd.ones((2, *shape), ctx=context)).sum() for context in trainer.contexts]
+        losses = [net(nd.ones((2, *shape), ctx=context)).sum() for context in trainer.contexts]
     mgpu.backward(losses)
     trainer.step(4)
 
@@ -261,7 +262,7 @@ def flip(array, rng):
     """Flip a bit of an array, except for the sign and the largest bits of the exponent."""
     values = array.asnumpy()
     values.reshape(-1).view(np.uint32)[rng.randint(array.size)] ^= np.uint32(1 << rng.randint(10, 28))
-    mx.nd.array(values, ctx=array.context).copyto(array.as_nd_ndarray())
+    nd.array(values, ctx=array.context).copyto(array.as_nd_ndarray())
 
 
 def checked(num_devices, every, shards=None):
@@ -335,8 +336,8 @@ def test_a_layer_that_a_later_batch_reaches_first(num_devices):
         net = initialized(Branches(in_units), [mx.cpu(i) for i in range(num_devices)], mx.init.One())
         trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}, virtual_shards=4)
         for length in (2, 3):
-            X = mx.nd.arange(4).reshape((4, 1, 1)).tile((1, length, 3))
-            mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, X, mx.nd.zeros(4), ignore_stale_grad=True)
+            X = nd.arange(4).reshape((4, 1, 1)).tile((1, length, 3))
+            mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, X, nd.zeros(4), ignore_stale_grad=True)
         found.append([w.asnumpy().tolist() for w in net.b.weight.list_data()])
     assert found[0] == found[1] and found[0][0] == found[0][-1] != [[1.0, 1.0, 1.0]]
 
@@ -349,16 +350,18 @@ class Routed(gluon.Block):
         self.a, self.b = nn.Dense(1, in_units=1), nn.Dense(1, in_units=1)
 
     def forward(self, x):
-        return (self.a if x[0, 0].asscalar() < 0 else self.b)(x), len(x)
+        return (self.a if x[0, 0].asnumpy().item() < 0 else self.b)(x), len(x)
 
 
 def test_a_layer_that_only_one_shard_of_a_device_reaches():
     net = initialized(Routed(), cpus(1), mx.init.One())
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}, virtual_shards=2)
-    X = mx.nd.array([[-2], [-1], [1], [2]])
-    batch = mgpu.train_batch(net, lambda output, label: (output[0] - label) ** 2, trainer, X, mx.nd.zeros((4, 1)))
+    X = nd.array([[-2], [-1], [1], [2]])
+    batch = mgpu.train_batch(net, lambda output, label: (output[0] - label) ** 2, trainer, X, nd.zeros((4, 1)))
     assert [size for _, size in batch.outputs] == [2, 2]
-    np.testing.assert_allclose([net.a.weight.data().asscalar(), net.b.weight.data().asscalar()], 1 - 0.1 * 10 / 4, rtol=1e-6)
+    np.testing.assert_allclose(
+        [net.a.weight.data().asnumpy().item(), net.b.weight.data().asnumpy().item()], 1 - 0.1 * 10 / 4, rtol=1e-6
+    )
 
 
 def test_running_statistics_that_are_initialised_again():

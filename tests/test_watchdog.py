@@ -17,6 +17,7 @@ from gluon_mgpu.runtime.openmp_threads import runs_serially
 from mxnet import gluon
 
 from .conftest import initialized, small_batches, small_net
+from .versions import with_prefix
 from .worlds import until
 
 CE = gluon.loss.SoftmaxCrossEntropyLoss
@@ -49,7 +50,7 @@ def test_a_stall_shows_the_stacks_and_the_arrays_that_are_pending(report):
     if runs_serially():
         pytest.skip("the serial engine has no queue")
     released.clear()
-    net = initialized(gluon.nn.Dense(2, in_units=4, prefix="waits_"), [mx.cpu(0), mx.cpu(1)])
+    net = initialized(with_prefix(gluon.nn.Dense, "waits_", units=2, in_units=4), [mx.cpu(0), mx.cpu(1)])
     with Watchdog(0.5, net=net, file=report.file) as watchdog:
         watchdog.beat()
         mx.nd.waitall()

@@ -12,6 +12,7 @@ from mxnet.gluon import nn
 
 from .conftest import initialized, mostly_two, sequential
 from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds
+from .versions import HybridBlock, nd, sharing
 
 DATA = batches_of(*three_clouds())  # 4 batches
 DECAY = 0.9
@@ -155,7 +156,7 @@ def test_the_average_in_a_checkpoint(tmp_path, devices, arrays):
     def make(ctx):
         net = nn.HybridSequential()
         net.add(nn.Dense(2, in_units=2), nn.BatchNorm(in_channels=2))
-        net.add(nn.Dense(2, in_units=2, params=net[0].params), nn.Dense(3, in_units=2))
+        net.add(sharing(net[0], nn.Dense, 2, in_units=2), nn.Dense(3, in_units=2))
         mx.random.seed(1)
         net.initialize(mx.init.Xavier(), ctx=ctx)
         return net
@@ -209,13 +210,13 @@ def test_update_bn_counts_examples_along_their_axis():
     net = initialized(nn.BatchNorm(axis=2, in_channels=1, momentum=0), [mx.cpu(0), mx.cpu(1)])
     X = np.tile(np.array([[0.0], [0.0], [9.0]]), (4, 1, 1))  # time steps, examples, channels
     mgpu.update_bn(net, [(X, X)], split_f=partial(mgpu.split_batch, batch_axis=1))
-    assert net.running_mean.data(mx.cpu(0)).asscalar() == 3
+    assert net.running_mean.data(mx.cpu(0)).asnumpy().item() == 3
 
 
 def test_update_bn_needs_no_labels():
     net = initialized(nn.BatchNorm(in_channels=1, momentum=0.0), [mx.cpu(0), mx.cpu(1)])
-    mgpu.update_bn(net, [(mx.nd.array([[4.0], [8.0], [9.0]]), None)])
-    assert [float(mean.asscalar()) for mean in net.running_mean.list_data()] == [7.0, 7.0]
+    mgpu.update_bn(net, [(nd.array([[4.0], [8.0], [9.0]]), None)])
+    assert [float(mean.asnumpy().item()) for mean in net.running_mean.list_data()] == [7.0, 7.0]
 
 
 def test_update_bn_rejects_gradients_that_it_would_lose():
@@ -231,12 +232,12 @@ def test_update_bn_rejects_gradients_that_it_would_lose():
 def test_update_bn_moves_as_training_does(num_devices):
     """Also with fewer examples than devices, and beside an output of whole numbers."""
 
-    class Pair(nn.HybridBlock):
+    class Pair(HybridBlock):
         def __init__(self):
             super().__init__()
             self.bn = nn.BatchNorm(in_channels=2)
 
-        def hybrid_forward(self, F, x):
+        def compute(self, F, x):
             y = self.bn(x)
             return y, F.argmax(y, axis=1).astype("int32")
 

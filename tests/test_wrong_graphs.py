@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import ModesError, TrainerError
 from gluon_mgpu.refusals import IN_A_GRAPH
+from gluon_mgpu.runtime.mxnet2 import is_mxnet2, name_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
+
+from .versions import HybridBlock, nd
 
 CONTEXTS = [mx.cpu(0), mx.cpu(1)]
 STATIC = {"static_alloc": True, "static_shape": True}
@@ -15,7 +18,7 @@ MODES = [{}, {"static_alloc": True}, STATIC]
 LOSS = gluon.loss.L2Loss()
 
 
-class Lambda(nn.HybridBlock):
+class Lambda(HybridBlock):
     """Calls a function of F, its layers and its input."""
 
     def __init__(self, function, *layers):
@@ -24,7 +27,7 @@ class Lambda(nn.HybridBlock):
         for layer in layers:
             self.register_child(layer)
 
-    def hybrid_forward(self, F, x):
+    def compute(self, F, x):
         return self._function(F, *self._layers, x)
 
 
@@ -65,7 +68,9 @@ NETS = {
     "prelu": prelu,
     "prelu in foreach": lambda: sequence(Lambda(foreach, prelu())),
 }
-every_net = pytest.mark.parametrize("kind", NETS)
+flow = pytest.mark.mxnet1("while_loop, cond and foreach")
+KINDS = [kind if kind == "prelu" else pytest.param(kind, marks=flow) for kind in NETS]
+every_net = pytest.mark.parametrize("kind", KINDS)
 
 
 def initialized(net, ctx=CONTEXTS, **mode):
@@ -99,18 +104,18 @@ def by_hand(net, trainer, number=0):
 
 def gradients(net, x):
     with autograd.record():
-        loss = (net(mx.nd.array(x)) ** 2).sum()
+        loss = (net(nd.array(x)) ** 2).sum()
     loss.backward()
     return np.concatenate([param.grad().asnumpy().ravel() for param in net.collect_params().values()])
 
 
-@pytest.mark.parametrize("make", [make for kind, make in NETS.items() if kind != "cond"])  # it reads memory of any content
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind == "prelu" or "cond" not in kind.values])  # it reads any memory
 @pytest.mark.parametrize("mode", MODES, ids=["dynamic", "static_alloc", "static_shape"])
-def test_mxnet_s_own_gradients_of_these_networks_are_wrong(make, mode):
+def test_mxnet_s_own_gradients_of_these_networks_are_wrong(kind, mode):
     """If one of these comparisons fails, MXNet is right, and the refusal should go."""
     found = []
     for hybrid in (False, True):
-        net = initialized(make(), [mx.cpu()])
+        net = initialized(NETS[kind](), [mx.cpu()])
         if hybrid:
             net.hybridize(**mode)
         found.append(gradients(net, batch()[0]))
@@ -138,12 +143,13 @@ WAYS = {
 def test_training_names_the_layer_and_changes_nothing(kind, way):
     net = initialized(NETS[kind](), static_alloc=True)
     before = weights(net)
-    with pytest.raises(ModesError, match=f"{kind.split()[0]}\\d_?.* in {net.name} .*hybridize.False") as caught:
+    with pytest.raises(ModesError, match=f"{kind.split()[0]}\\d_?.* in {name_of(net)} .*hybridize.False") as caught:
         WAYS[way](net)
     assert caught.value.modes == ("hybridize()", IN_A_GRAPH)
     assert np.array_equal(weights(net), before)
 
 
+@pytest.mark.mxnet1("compiled passes")
 @every_net
 def test_the_advice_of_a_compiled_step_helps(kind):
     net, plain = initialized(NETS[kind](), static_alloc=True), initialized(NETS[kind]())
@@ -170,12 +176,13 @@ def test_a_network_that_is_hybridized_later_is_noticed(way):
     step()
     net[1].hybridize()  # a child of a network that is not hybridized itself
     for _ in range(2):
-        with pytest.raises(ModesError, match=f"in {net[1].name} .HybridSequential."):
+        with pytest.raises(ModesError, match=f"in {name_of(net[1])} .HybridSequential."):
             step()
     net[1].hybridize(False)
     step()
 
 
+@flow
 def test_a_loss_that_holds_one():
     class Own(gluon.loss.L2Loss):
         def hybrid_forward(self, F, output, label, sample_weight=None):
@@ -188,6 +195,7 @@ def test_a_loss_that_holds_one():
         mgpu.train_batch(net, loss, trainer_of(net), *batch())
 
 
+@pytest.mark.mxnet1("export")
 def test_symbol_blocks_are_graphs_without_hybridize():
     x = mx.sym.var("data", dtype="float32")
     net = initialized(gluon.SymbolBlock(prelu()(x), x))
@@ -195,6 +203,7 @@ def test_symbol_blocks_are_graphs_without_hybridize():
         mgpu.train_batch(net, LOSS, trainer_of(net), *batch())
 
 
+@pytest.mark.mxnet1("Pipeline")
 def test_stages_of_a_pipeline():
     stages = [sequence(prelu(), dense()), dense()]
     stages[0].hybridize()
@@ -206,16 +215,18 @@ def test_stages_of_a_pipeline():
     mgpu.train_batch(model, LOSS, trainer, *batch())
 
 
+@pytest.mark.mxnet1("Pipeline")
 def test_stages_that_are_parts_of_a_graph():
     net = initialized(Lambda(lambda F, first, last, x: last(first(x)), prelu(), dense()), [mx.cpu()])
     with pytest.raises(TrainerError, match="cannot be divided: MXNet computes wrong gradients of .*prelu"):
-        mgpu.split_stages(net, 2, mx.nd.ones((2, 3)))
+        mgpu.split_stages(net, 2, nd.ones((2, 3)))
 
 
+@pytest.mark.mxnet1("Pipeline")
 def test_a_divided_network_whose_stages_are_hybridized():
     net = initialized(sequence(prelu(), dense(), dense()), [mx.cpu()])
     net.hybridize()
-    stages = mgpu.split_stages(net, 2, mx.nd.ones((2, 3)), balance="bytes")
+    stages = mgpu.split_stages(net, 2, nd.ones((2, 3)), balance="bytes")
     assert len(stages[0].block) == 3  # PReLU is between two of its layers
     model = mgpu.Pipeline(stages, CONTEXTS, micro_batches=2)
     with pytest.raises(ModesError, match="prelu"):
@@ -241,7 +252,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=flow) if "foreach" in name else name for name in RIGHT])
 def test_graphs_that_are_right_still_train(name):
     same_as_plain(RIGHT[name], by_hand, static_alloc=True)
     same_as_plain(RIGHT[name], lambda net, trainer, number: mgpu.train_batch(net, LOSS, trainer, *batch(number)))
@@ -262,6 +273,7 @@ def test_a_frozen_slope_needs_no_gradient_until_it_is_trained():
         by_hand(net, trainer)
 
 
+@flow
 def test_a_compiled_foreach_is_right_with_static_memory():
     def step(net, trainer, number):
         mgpu.compile_step(net, LOSS, trainer, compiled="auto")(*batch(number))
@@ -278,12 +290,13 @@ def test_predictions_of_these_networks_are_right(kind):
     np.testing.assert_allclose(*(mgpu.predict(net, [X for X, _ in data]) for net in nets), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(*(mgpu.evaluate(net, data, {}, loss=LOSS)["loss"] for net in nets), rtol=1e-5)
     for net in nets:
-        mgpu.evaluate(net, data, {}, loss=LOSS, compiled="on" if kind == "prelu" else "auto")
+        mgpu.evaluate(net, data, {}, loss=LOSS, compiled="on" if kind == "prelu" and not is_mxnet2() else "auto")
 
 
+@flow
 def test_predictions_of_a_static_foreach_raise():
     net = initialized(sequence(dense(), Lambda(foreach, dense()), dense()), **STATIC)
-    message = f"foreach.* in {net.name} .*without static_shape"
+    message = f"foreach.* in {name_of(net)} .*without static_shape"
     for _ in range(2):
         with pytest.raises(ModesError, match=message):
             mgpu.predict(net, [batch()[0]])

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from gluon_mgpu.models.hybrid_block import new_parameter
 from mxnet import gluon
 
 from .conftest import cpus
@@ -19,7 +20,7 @@ class Scale(gluon.Block):
 
     def __init__(self, dtype):
         super().__init__()
-        self.scale = self.params.get("scale", shape=(3,), dtype=dtype, init="ones")
+        self.scale = new_parameter(self, "scale", shape=(3,), dtype=dtype, init="ones")
 
     def forward(self, x):
         return (x.astype(self.scale.dtype) * self.scale.data(x.context)).astype("float32")

@@ -51,6 +51,7 @@ def programs_of(page, *, of_gluoncv=False):
     return [program for program in found if ("gluoncv" in program) == of_gluoncv]
 
 
+@pytest.mark.mxnet1("legacy arrays")
 def test_programs_run(tmp_path):
     """In one process, because importing MXNet takes longer than most of them; each page with its own names and folder."""
     pages = [page for page in PAGES if page not in WITHOUT_PROGRAMS]

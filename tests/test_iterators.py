@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.data import iterators
 from gluon_mgpu.errors import TrainerError
+from gluon_mgpu.models.hybrid_block import new_parameter
 from mxnet import gluon
 
 from .conftest import LOSS, gluon_loop, largest_difference, small_batches, small_net, weights_of
@@ -157,8 +158,8 @@ def test_evaluations_in_a_row_count_each_example_once_or_raise(make, options, ha
         if resized and make is not loader:
             data = mx.io.ResizeIter(inner, -(-num // size))
         net = Scores()
+        net.unused = new_parameter(net, "unused", shape=(1,), init="zeros")
         net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
-        net.params.get("unused", shape=(1,), init="zeros").initialize(ctx=[mx.cpu(0), mx.cpu(1)])
         try:
             if read:  # by a loop by hand
                 all(data)

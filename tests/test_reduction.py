@@ -46,10 +46,11 @@ OVERLAP = """
 import sys
 import gluon_mgpu as mgpu
 import mxnet as mx
+import numpy as np
 from mxnet.gluon import nn
 
 with mgpu.use_devices("cpu*2") as ctx:
-    loss, X, y = mx.gluon.loss.L2Loss(), mx.nd.ones((256, 256)), mx.nd.ones((256, 256))
+    loss, X, y = mx.gluon.loss.L2Loss(), *np.ones((2, 256, 256), "float32")
     runs = []
     for mode in ("plain", "static"):
         net = nn.HybridSequential()

@@ -137,7 +137,8 @@ def test_a_thread_writes_and_the_next_save_waits_for_it(tmp_path):
 
 def test_a_wait_that_ctrl_c_interrupts_ends_when_all_is_written(tmp_path):
     rotation, go = CheckpointRotation(tmp_path, background=True), threading.Event()
-    rotation.put(lambda folder: (go.wait(240), snapshot_at(1).write(folder)), 1)
+    snapshot = snapshot_at(1)
+    rotation.put(lambda folder: (go.wait(240), snapshot.write(folder)), 1)
     threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
     threading.Timer(0.4, go.set).start()
     with pytest.raises(KeyboardInterrupt):

@@ -55,6 +55,7 @@ def passed_back(net, loss, batch, arrays):
 # ---- layers
 
 
+@pytest.mark.mxnet1("legacy arrays")
 @pytest.mark.parametrize("recurrence", ["fused", "steps"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_a_recurrence_is_gluon_s_cell(cell, recurrence):
@@ -75,6 +76,7 @@ def test_a_recurrence_is_gluon_s_cell(cell, recurrence):
     assert largest_difference([one.asnumpy() for one in after], [one.asnumpy() for one in expected_states]) < 1e-6
 
 
+@pytest.mark.mxnet1("legacy arrays")
 @pytest.mark.parametrize("kind", ["dot", "additive"])
 def test_attention_is_what_the_papers_write(kind):
     rng = np.random.RandomState(0)
@@ -183,6 +185,7 @@ def test_the_loss_is_that_of_numpy(arrays, smoothing):
     assert loss.num_units((tokens, lengths)) == loss.num_units(label) == lengths.sum()
 
 
+@pytest.mark.mxnet1("compiled passes")
 def test_smoothing_is_for_training_only():
     """`fit` and `evaluate` report cross-entropy, so that runs of any smoothing compare, also with compiled passes."""
     X, y = pairs(4)

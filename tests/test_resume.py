@@ -15,6 +15,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.runtime.file_locks import LOCK
+from gluon_mgpu.runtime.mxnet2 import is_mxnet2
 from mxnet import gluon
 from mxnet.base import _LIB
 from mxnet.gluon import nn
@@ -153,7 +154,12 @@ def test_with_data_that_takes_its_order_from_numpy(tmp_path, kind):
     ((X, y),) = small_batches([34])
     makes = {
         "DataLoader that loads ahead": lambda: gluon.data.DataLoader(
-            gluon.data.ArrayDataset(X, y), 8, shuffle=True, num_workers=1, thread_pool=True
+            gluon.data.ArrayDataset(X, y),
+            8,
+            shuffle=True,
+            num_workers=1,
+            thread_pool=True,
+            **({"try_nopython": False} if is_mxnet2() else {}),
         ),
         "sampler": lambda: gluon.data.DataLoader(
             gluon.data.ArrayDataset(X, y), batch_sampler=mgpu.data.ShardedSampler(34, 8, seed=3)

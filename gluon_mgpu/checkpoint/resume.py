@@ -191,8 +191,12 @@ def check_data(position: FitProgress, train_iter: Iterable[Any], test_iter: Opti
             raise StateError("fit: got a checkpoint in epoch -1 of its data; expected 0 or more. Use another checkpoint.")
     shuffles = isinstance(train_iter, io.NDArrayIter) and train_iter.shuffle
     ahead = bool(getattr(train_iter, "auto_reload", False))  # it draws an order before the epoch begins
+    ahead |= getattr(train_iter, "_mx_iter", None) is not None  # MXNet 2 shuffles in C++
     if ahead or (rolls_over(train_iter) or shuffles) and position.step > position.batches:
-        logger.warning("fit: the order cannot be restored of an NDArrayIter that shuffles, of auto_reload and what rolls over.")
+        logger.warning(
+            "fit: the order cannot be restored of an NDArrayIter that shuffles, of auto_reload, of what rolls over, and, unless "
+            "try_nopython=False, of MXNet 2's DataLoader with workers."
+        )
     then, now = position.num_batches, num_batches_of(train_iter)
     if not then or not now or then == now >= position.batches:
         return

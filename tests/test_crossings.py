@@ -18,9 +18,7 @@ from .conftest import SEED
 from .crossed import ROOT, finding, findings_of_jobs, modes_of, unequal
 from .crossings import OPTIMIZERS, Program
 
-pytestmark = pytest.mark.mxnet1("Pipeline")
-
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.mxnet1("Pipeline")]
 NETS = ["plain", "skip", "residual", "tied", "conv", "norm", "norm_first", "norms", "unused"]
 HOWS = ["train_batch", "compiled", "fit", "compiled fit", "plain", "hand", "reduce"]
 

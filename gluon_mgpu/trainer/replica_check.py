@@ -20,12 +20,13 @@ from ..runtime.environment import logger
 from .layout import Layout
 from .parameters import Params, named_params, trainers_of
 from .slab import Slab, place_of
+from .wrong_graphs import hybrid_blocks
 
 _MOST_NAMES = 3  # parameters of a bucket in a message
 
 
 class ReplicaComparison:
-    """Whether the devices of a network hold the same values, computed on the first device of each parameter without waiting.
+    """Whether the devices of a network hold the same values, computed on the first device of each parameter.
 
     Parameters
     ----------
@@ -37,6 +38,8 @@ class ReplicaComparison:
     def __init__(self, operation: str, params: Params) -> None:
         self._operation, self._params = operation, named_params(params)
         self._is_ours = bool(trainers_of(params))
+        if any(dict(block._flags).get("static_shape") for block in hybrid_blocks([params])):
+            mx.nd.waitall()  # a static graph writes running statistics without telling the engine
         held: Dict[int, Sequence[Array]] = {}  # of each bucket, and of each parameter outside of buckets
         for param in self._params.values():
             found = place_of(param)

@@ -8,6 +8,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from .conftest import initialized
+from .versions import nd
 
 SIZES = [6, 6, 5]  # the last batch is uneven on 2 and on 3 devices
 
@@ -90,7 +91,7 @@ def test_an_iterator_may_write_each_batch_into_the_arrays_of_the_one_before(num_
     net = initialized(mx.gluon.nn.Dense(5, in_units=5), ctx, mx.init.Xavier())
 
     def recycling():
-        X, y = mx.nd.zeros((8, 5)), mx.nd.zeros((8,))
+        X, y = nd.zeros((8, 5)), nd.zeros((8,))
         for one, other in zip(features, labels):
             X[:], y[:] = one, other
             yield X, y

@@ -188,7 +188,8 @@ def test_what_devices_cannot_do_apart_is_refused():
 def test_a_new_trainer_begins_with_equal_devices(kind):
     net = initialized(nn.Dense(1, in_units=2), [mx.cpu(0), mx.cpu(1)])
     X, y = np.arange(8, dtype="float32").reshape(4, 2), np.zeros(4, "float32")
-    mgpu.train_batch(net, gluon.loss.L2Loss(), mgpu.LocalSGD(net, "sgd", every=4), X, y)
+    former = mgpu.LocalSGD(net, "sgd", every=4)
+    mgpu.train_batch(net, gluon.loss.L2Loss(), former, X, y)
     assert mgpu.data_parallel.replica_difference(net) > 0
     kind(net, "sgd")
     assert mgpu.data_parallel.replica_difference(net) == 0

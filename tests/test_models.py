@@ -1,6 +1,7 @@
 import gluon_mgpu as mgpu
-import mxnet as mx
 import numpy as np
+
+from .versions import nd
 
 
 def test_the_parameters_are_those_of_the_paper_s_18_layers():
@@ -18,7 +19,7 @@ def test_the_parameters_are_those_of_the_paper_s_18_layers():
     by_hand += sum(block(inputs, outputs) + block(outputs, outputs) for inputs, outputs in zip(widths, widths[1:]))
     net = mgpu.models.resnet18(10)
     net.initialize()
-    net(mx.nd.ones((1, 1, 8, 8)))
+    net(nd.ones((1, 1, 8, 8)))
     trainable = [param for param in net.collect_params().values() if param.grad_req != "null"]
     assert sum(int(np.prod(param.shape)) for param in trainable) == by_hand == 11175818
     assert len(trainable) == 2 * (1 + 16 + 3 + 1) + 2 * (1 + 16)

@@ -82,7 +82,10 @@ def make_small(notebook, replaced):
             cell.source = cell.source.replace(old, new)
 
 
-@every_notebook
+OWN = {"01": pytest.mark.mxnet1("legacy arrays"), "05": pytest.mark.mxnet1("Pipeline")}  # of MXNet 1.9
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, marks=OWN.get(path.stem[:2], ()), id=path.stem) for path in NOTEBOOKS])
 def test_notebook_runs(path, tmp_path, request):
     notebook = nbformat.read(path, as_version=4)
     if not request.config.getoption("exhaustive"):

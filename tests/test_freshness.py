@@ -487,7 +487,9 @@ def test_compiled_micro_steps_do_not_mind_a_look_at_gradients():
     assert trainer.optimizer.num_update == 3
 
 
-@pytest.mark.parametrize("parts", ["micro_steps", "virtual_shards", "micro_batches"])
+@pytest.mark.parametrize(
+    "parts", ["micro_steps", "virtual_shards", pytest.param("micro_batches", marks=pytest.mark.mxnet1("Pipeline"))]
+)
 def test_parts_of_a_batch_leave_another_trainer_only_the_last_ones_gradients(parts):
     is_pipeline = parts == "micro_batches"
     blocks = [dense(CPU[:1] if is_pipeline else CPU, 1, units=3), dense(CPU[:1] if is_pipeline else CPU, 2)]
@@ -536,6 +538,7 @@ def test_running_sums_are_dropped_before_they_have_a_place():
     assert all((gradient.asnumpy() == 0).all() for param in trainer.params for gradient in param.list_grad())
 
 
+@pytest.mark.mxnet1("compiled passes")
 @pytest.mark.parametrize("how", ["ignore_stale_grad", "find_unused"])
 def test_no_later_pass_hides_the_parts_of_a_batch_of_another_trainer(how):
     """It was through other parameters: those of the parts were left out of the step without a word."""

@@ -33,7 +33,16 @@ def as_given(batches, form):
 
 
 @pytest.mark.parametrize("label, shown", [(3, "3"), (-1, "-1"), (float("nan"), "nan"), (254, "254")])
-@pytest.mark.parametrize("options", [{}, {"micro_steps": 2}, {"virtual_shards": 4}, {"compiled": "on"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"micro_steps": 2},
+        {"virtual_shards": 4},
+        pytest.param({"compiled": "on"}, marks=pytest.mark.mxnet1("compiled passes")),
+    ],
+    ids=str,
+)
 def test_a_batch_with_a_label_that_is_no_class_changes_nothing(label, shown, options, arrays):
     (good, bad), options, net = small_batches([6, 6]), dict(options), small_net(CTX)
     mgpu.eval_batch(net, *good, CTX)  # decides shapes

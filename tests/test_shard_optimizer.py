@@ -13,7 +13,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from .conftest import LOSS, cpus, sequential, small_batches, small_net, weights_of
-from .versions import set_params
+from .versions import nd, set_params
 from .worlds import Scale
 
 SGD = ("sgd", {"learning_rate": 0.05, "momentum": 0.9, "wd": 1e-3})
@@ -47,7 +47,7 @@ def compare(story, num_devices=3, **options):
     found = []
     for shards in (False, True):
         net = small_net(cpus(num_devices), normalize=True)
-        net(mx.nd.zeros((1, 1, 6, 6)))  # shapes become known
+        net(nd.zeros((1, 1, 6, 6)))  # shapes become known
         trainer = make_trainer(net, shards, **options)
         story(net, trainer)
         found.append(everywhere(net))
@@ -73,7 +73,7 @@ def train(net, trainer, sizes=(6, 7, 2), **options):
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("compiled", ["on", "off"])
+@pytest.mark.parametrize("compiled", [pytest.param("on", marks=pytest.mark.mxnet1("compiled passes")), "off"])
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize(
     "options",
@@ -101,7 +101,7 @@ def test_options_and_changes_during_training(tmp_path):
     def story(net, trainer):
         train(net, trainer)
         trainer.set_learning_rate(0.01)
-        net[5].bias.set_data(mx.nd.ones(8))
+        net[5].bias.set_data(nd.ones(8))
         set_params(net[6], "lr_mult", 0.5)
         train(net, trainer)
         net.save_parameters(str(tmp_path / "net"))
@@ -154,7 +154,7 @@ def test_steps_that_leave_parameters_out():
             with autograd.record():
                 losses = []
                 for context, x, t in zip(trainer.contexts, np.array_split(X, 3), np.array_split(y, 3)):
-                    data, label = mx.nd.array(x, ctx=context), mx.nd.array(t, ctx=context)
+                    data, label = nd.array(x, ctx=context), nd.array(t, ctx=context)
                     losses.append(LOSS(net(data), label) if i % 2 == 0 else net[0](data).sum(axis=(1, 2, 3)))
             mgpu.backward(losses)
             trainer.step(len(X))
@@ -163,6 +163,7 @@ def test_steps_that_leave_parameters_out():
     compare(story, optimizer=ADAM, find_unused_parameters=True, clip_norm=0.2)
 
 
+@pytest.mark.mxnet1("sparse arrays")
 def test_several_dtypes_and_sparse_gradients():
     found = []
     for shards in (False, True):
@@ -173,7 +174,7 @@ def test_several_dtypes_and_sparse_gradients():
         trainer = make_trainer(net, shards, ("sgd", {**SGD[1], "multi_precision": True}))
         for _ in range(3):
             with autograd.record():
-                losses = [(net(mx.nd.array([[1, i]], ctx=c)) - 3).square() for i, c in enumerate(trainer.contexts)]
+                losses = [(net(nd.array([[1, i]], ctx=c)) - 3).square() for i, c in enumerate(trainer.contexts)]
             mgpu.backward(losses)
             trainer.step(3)
         found.append(everywhere(net))
@@ -220,12 +221,13 @@ def test_the_states_are_divided():
     net.initialize(ctx=cpus(4))
     size = 4 * 16 * (32 * 32 + 32)
     trainer = mgpu.Trainer(net, "adam", bucket_bytes=9000)
-    mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, mx.nd.ones((4, 32)), mx.nd.ones((4, 32)))
+    mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, nd.ones((4, 32)), nd.ones((4, 32)))
     held = [parts["states"] for parts in trainer.bytes_per_device().values()]
     assert sum(held) == 2 * size
     assert max(held) <= 1.1 * sum(held) / 4
 
 
+@pytest.mark.mxnet1("Pipeline")
 @pytest.mark.parametrize("num_shared", [0, 2])
 def test_a_pipeline_shards_each_stage(tmp_path, num_shared):
     """Stages on two devices each; or a stage on one device and the last layers on four. Files are read with and without it."""
@@ -292,7 +294,14 @@ def use_amp(net, trainer):
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM])
-@pytest.mark.parametrize("change", [sum_by_hand, use_amp, lambda net, trainer: trainer.use_virtual_shards(3)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        sum_by_hand,
+        pytest.param(use_amp, marks=pytest.mark.mxnet1("bf16 and fp16")),
+        lambda net, trainer: trainer.use_virtual_shards(3),
+    ],
+)
 def test_other_ways_to_sum_have_the_bits_of_an_update_on_every_device(change, optimizer):
     found = []
     for shards in (False, True):
@@ -329,5 +338,5 @@ def test_a_parameter_that_is_trained_later_goes_where_least_is():
     trainer = mgpu.Trainer(net, "adam", bucket_bytes=1)
     for grad_req in ("null", "write"):
         net[0].weight.grad_req = grad_req
-        mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, mx.nd.ones((2, 16)), mx.nd.zeros((2, 2)))
+        mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, nd.ones((2, 16)), nd.zeros((2, 2)))
     assert [sorted(one.states) for one in trainer._updaters] == [[1], [0]]

@@ -96,10 +96,16 @@ REFUSALS: Tuple[Refusal, ...] = (
     Refusal("hybridize()", IN_A_GRAPH, "MXNet computes wrong gradients of it in a graph", _PLAIN),
     Refusal("static_shape", FOREACH, "MXNet computes wrong outputs of it", "Call hybridize() without static_shape"),
     Refusal(
+        "trainer.backward()",
+        "loss.backward()",
+        "a step uses the gradients of one pass",
+        "Call trainer.backward(losses) once, and discard() after a pass that no step uses",
+    ),
+    Refusal(
         "compile_step()",
         "loss.backward()",
         "compiled steps do not look at the flags of gradients",
-        "Call mgpu.backward([...]), or discard() after the last compiled step",
+        "Call trainer.backward([...]), or discard() after the last compiled step",
     ),
     Refusal("compiled='on'", "synchronised BatchNorm", "the shards wait for each other", "Pass compiled='auto'"),
     Refusal("accumulate()", "allreduce_grads()", "more gradients follow inside of it", "Call it after accumulate()"),

@@ -13,7 +13,6 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.runtime.mxnet2 import is_mxnet2
-from gluon_mgpu.trainer.gradients import restore_split
 from gluon_mgpu.trainer.precision import can_compute_bf16
 from hypothesis import HealthCheck, settings
 from mxnet import autograd, gluon
@@ -112,9 +111,8 @@ def unneeded(items):
 
 @pytest.fixture(autouse=True)
 def seed():
-    """The same random numbers in every test, and no split, whichever tests run before."""
+    """The same random numbers in every test, whichever tests run before."""
     seed_all(SEED)
-    restore_split((frozenset(), 0, False, ()))
     if is_mxnet2():
         mx.npx.set_np()  # again, after a test that turned them off
 

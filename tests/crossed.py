@@ -176,9 +176,13 @@ class Ours(World):
             net = shortened(self.net, self.num_left_out)
             outputs = mgpu.data_parallel.forward_shards(net, Xs) if self.bn == "sync" else [net(x) for x in Xs]
             losses = [self.loss(output, y.as_in_context(output.context)) for output, y in zip(outputs, ys)]
-        is_full = len(losses) == len(self.trainer.contexts)  # MXNet's backward() counts no devices, and no examples of statistics
-        is_plain = how == "plain" and is_full and not self.program.recompute and "norm" not in self.program.net
-        (autograd if is_plain else mgpu).backward(losses)
+        self.split(X[:1], y[:1], self.trainer.contexts)  # of a batch that is trained on later, or never
+        # MXNet's backward() counts no examples of statistics, and a generator's pass may have reached more devices
+        is_plain = how == "plain" and not self.program.recompute and "norm" not in self.program.net
+        if is_plain and (len(losses) == len(self.trainer.contexts) or self.generator is None):
+            autograd.backward(losses)
+        else:
+            mgpu.backward(losses, [self.trainer] if generator is None else [self.trainer, self.generator_trainer])
 
     def other(self, size, how="hand"):
         """A generator's pass through the network, and the generator's step."""
@@ -188,6 +192,8 @@ class Ours(World):
         if how == "hand":
             self.backward(*self.next_batch(size), self.generator)
             self.generator_trainer.step(size)
+            if self.program.num_processes > 1:  # one without examples does not know what its next pass replaces in others
+                self.trainer.discard()
         else:
             self.average()
             both = nn.HybridSequential(prefix="")
@@ -359,6 +365,7 @@ def modes_of(program):
         "several passes before a step": program.num_processes > 1 and verbs & {"other", "dropped"},
         "allreduce_grads()": "reduce" in hows,
         "compile_step()": "compiled" in hows,
+        "trainer.backward()": hows & {"hand", "reduce"} or "other" in verbs,
         "loss.backward()": "plain" in hows,
         "synchronised BatchNorm": program.bn == "sync" or ("norm", "sync") in program.statements,
         "compiled='on'": hows & {"compiled", "compiled fit"} or "compiled" in [one[-1] for one in program.statements],

@@ -35,7 +35,7 @@ def losses_of(net, trainer, X, y):
 
 
 def pass_back(net, trainer, X, y):
-    mgpu.backward(losses_of(net, trainer, X, y))
+    trainer.backward(losses_of(net, trainer, X, y))
 
 
 def known(net, ctx):
@@ -49,7 +49,7 @@ def last_outside(net, trainer, group):
     for i, (X, y) in enumerate(group):
         losses = losses_of(net, trainer, X, y)
         with trainer.accumulate() if i + 1 < len(group) else nullcontext():
-            mgpu.backward(losses)
+            trainer.backward(losses)
             trainer.step(len(X))
 
 
@@ -191,8 +191,9 @@ def test_gradients_of_every_layer_add_up(layer, hybridize, arrays):
     for _ in range(2):
         alone = [gradient_of(*part) for part in parts]
         trainer.step(1)
-        with trainer.gradients.adding():
+        with trainer.gradients.adding() as found:
             together = [gradient_of(*part) for part in parts][-1]
+        trainer.gradients.take(found)
         trainer.step(1)
         for i, total in enumerate(together):
             expected = sum(one[i] for one in alone)
@@ -403,10 +404,10 @@ def test_an_accumulated_step_is_a_step_to_other_trainers():
     with first.accumulate():
         with autograd.record():
             loss = nets[1](nets[0](nd.ones((2, 2))))
-        mgpu.backward([loss])
+        first.backward([loss])
         first.step(2)
     with autograd.record():
         loss = nets[1](nd.ones((2, 2), ctx=mx.cpu(1)))
-    mgpu.backward([loss])  # on another device, as a batch of one example may be
+    second.backward([loss])  # on another device, as a batch of one example may be
     second.step(2)
     assert nets[1].weight.data().asnumpy().tolist() == [[0.5, 0.5]]

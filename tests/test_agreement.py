@@ -51,7 +51,7 @@ def stepping(divisor=len, *, split=mgpu.split_batch, scale=1.0):
         Xs, ys = split(X, y, trainer.contexts)
         with autograd.record():
             losses = [loss(net(x), t) * scale for x, t in zip(Xs, ys)]
-        mgpu.backward(losses)
+        trainer.backward(losses)
         trainer.step(divisor(X))
         return mgpu.data_parallel.Batch([], ys, [one / scale for one in losses], len(X))
 

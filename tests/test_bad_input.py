@@ -134,7 +134,7 @@ def recorded(world, method, *arguments):
     trainer = mgpu.Trainer(net, "adagrad")
     with mx.autograd.record():
         losses = [LOSS(net(x), y) for x, y in zip(*mgpu.split_batch(X, Y, CTX))]
-    mgpu.backward(losses)
+    trainer.backward(losses)
     before = weights_of(net)
     with pytest.raises(Exception) as caught, mx.autograd.record():
         getattr(trainer, method)(*arguments)
@@ -156,7 +156,7 @@ def frozen_weight(world):
     trainer = mgpu.Trainer(net, "sgd")
     with mx.autograd.record():
         losses = [net(nd.ones((3, 2), ctx=context)) for context in CTX]
-    mgpu.backward(losses)
+    trainer.backward(losses)
     return trainer
 
 
@@ -231,7 +231,7 @@ def test_bool_labels_are_numbers_in_a_loop_by_hand_too(kind):
             assert {y.dtype for y in (*pairs[1], *mgpu.split_and_load(labels, CTX))} == {np.float32}
             with mx.autograd.record():
                 losses = [loss(net(x), y) for x, y in zip(*pairs)]
-            mgpu.backward(losses)
+            trainer.backward(losses)
             trainer.step(6)
         else:
             mgpu.train_batch(net, loss, trainer, X, labels)

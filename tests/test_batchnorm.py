@@ -107,7 +107,7 @@ def test_outputs_and_gradients_are_those_of_the_batch(shape, options, arrays):
         with autograd.record():
             outputs = forward_shards(layer, xs)
             losses = [(y * w).sum() for y, w in zip(outputs, ws)]
-        mgpu.backward(losses)
+        autograd.backward(losses)
         mx.nd.waitall()
         parts = [np.concatenate([y.asnumpy() for y in outputs]), np.concatenate([x.grad.asnumpy() for x in xs])]
         parts += [sum(g.asnumpy() for g in p.list_grad()) for p in (layer.gamma, layer.beta) if p.grad_req != "null"]
@@ -183,7 +183,7 @@ def test_a_layer_that_is_used_twice(mode):
         with autograd.record():
             xs = mgpu.split_and_load(data, ctx, even_split=False)
             losses = [(y**3).sum() for y in (forward_shards(net, xs) if len(ctx) > 1 else [net(xs[0])])]
-        mgpu.backward(losses)
+        autograd.backward(losses)
         mx.nd.waitall()
         found.append(sum(g.asnumpy() for g in net.rest[0].gamma.list_grad()))
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
@@ -301,11 +301,11 @@ def test_a_step_does_not_wait(waits):
     net = convert_sync_batchnorm(build(ctx, {}))
     trainer = mgpu.Trainer(net, *MOMENTUM)
     batches = small_batches([6, 7, 12, 1, 5])
-    mgpu.backward(forward(net, ctx, *batches[0]))
+    trainer.backward(forward(net, ctx, *batches[0]))
     trainer.step(6)
     del waits[:]
     for X, y in batches[1:]:
-        mgpu.backward(forward(net, ctx, X, y))
+        trainer.backward(forward(net, ctx, X, y))
         trainer.step(len(X))
     assert waits == []
 
@@ -325,7 +325,7 @@ trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
 for _ in range(3):
     with autograd.record():
         losses = [y.sum() for y in forward_shards(net, [mx.nd.random.uniform(shape=(2, 3, 6, 6), ctx=c) for c in ctx])]
-    mgpu.backward(losses)
+    trainer.backward(losses)
     trainer.step(8)
 mx.nd.waitall()
 print("ended")

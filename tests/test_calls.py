@@ -1,12 +1,12 @@
 """Contract: a step makes few Python calls, which grow with the devices and not with the parameters. Noise cannot change them."""
 
 import sys
-from weakref import WeakValueDictionary
 
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.runtime.c_api import Flags
 from gluon_mgpu.trainer.layout import Layout
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -22,8 +22,7 @@ RECORDED = (100, 30)  # more than Gluon's own split, forward and backward
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """Without the trainers of other tests, which each pass tells what it has written, and their synchronised layers."""
-    monkeypatch.setattr("gluon_mgpu.trainer.gradients._all", WeakValueDictionary())
+    """Without the synchronised layers of other tests."""
     monkeypatch.setattr("gluon_mgpu.data_parallel.batchnorm.SyncBatchNorm.was_made", False)
 
 
@@ -101,15 +100,13 @@ def test_a_recorded_step_beside_gluons_split_and_passes(num_devices):
     assert calls_of(lambda: mgpu.train_batch(net, LOSS, trainer, X, y)) <= allowed
 
 
-def test_a_step_after_a_pass_that_wrote_all_reads_no_flag(monkeypatch):
+def test_a_recorded_batch_reads_the_flags_before_and_after_its_pass(monkeypatch):
     net, X, y = world(2)
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    shards = list(zip(*mgpu.split_batch(X, y, CONTEXTS[:2])))
-    with autograd.record():
-        losses = [LOSS(net(features), label) for features, label in shards]
-    mgpu.backward(losses)
-    monkeypatch.delattr("gluon_mgpu.runtime.c_api.Flags.read")
-    trainer.step(64)
+    trainer, reads = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), []
+    mgpu.train_batch(net, LOSS, trainer, X, y)
+    monkeypatch.setattr(Flags, "read", lambda flags, read=Flags.read: reads.append(flags) or read(flags))
+    mgpu.train_batch(net, LOSS, trainer, X, y)
+    assert len(reads) == 2
 
 
 def test_only_the_first_batch_walks_through_the_network():

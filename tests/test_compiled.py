@@ -376,7 +376,7 @@ def test_python_that_asks_for_training_is_traced_for_training(in_units):
                 continue
             with autograd.record():
                 losses = [LOSS(net(x), label) for x, label in zip(*mgpu.split_batch(X, y, ctx))]
-            mgpu.backward(losses)
+            trainer.backward(losses)
             trainer.step(len(X))
         return [net.dense.weight.data(context).asnumpy() for context in ctx]
 
@@ -678,7 +678,7 @@ def test_the_largest_shape_owns_the_memory_and_the_others_leave_in_turn(monkeypa
 
     def sizes(n):
         passes.forward("test", [mx.nd.ones((n, 36))], [mx.nd.zeros(n)])
-        return [bound[0].inputs[0].shape[0] for bound in passes._bound.values()]
+        return [bound.executors[0].inputs[0].shape[0] for bound in passes._bound.values()]
 
     assert [sizes(n) for n in (4, 8, 2, 4)] == [[4], [8], [8, 2], [8, 2, 4]]
     assert sizes(2) == [8, 4, 2]

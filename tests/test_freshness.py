@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from weakref import WeakValueDictionary
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import ModesError, StaleGradientError, TrainerError
 from gluon_mgpu.trainer import gradients
-from gluon_mgpu.trainer.gradients import empty_pass
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -64,7 +62,11 @@ def in_halves(losses):
             autograd.backward(half)
 
 
-FORMS = {"mgpu.backward": mgpu.backward, "autograd.backward": autograd.backward, "one by one": one_by_one, "halves": in_halves}
+def plain(losses):
+    autograd.backward(losses)
+
+
+FORMS = {"trainer.backward": None, "autograd.backward": plain, "one by one": one_by_one, "halves": in_halves}
 form = pytest.mark.parametrize("backward", FORMS.values(), ids=FORMS)
 
 
@@ -97,44 +99,33 @@ def test_a_generators_pass_does_not_count_for_the_discriminator(backward):
         generator, discriminator = dense(ctx, 1, units=3), dense(ctx, 2)
         kind = gluon.Trainer if ctx is not CPU else mgpu.Trainer
         trainers = [kind(net.collect_params(), *MOMENTUM) for net in (generator, discriminator)]
-        go_back = autograd.backward if ctx is not CPU else backward
         for step, size in enumerate((6, 1, 4, 1)):
-            go_back(losses_of(through(generator, discriminator), data(step, 6), ctx))
+            go_back = [plain, plain] if ctx is not CPU else [backward or one.backward for one in trainers]
+            go_back[0](losses_of(through(generator, discriminator), data(step, 6), ctx))
             trainers[0].step(6)
-            go_back(losses_of(discriminator, data(10 + step, size), ctx))
-            if ctx is CPU and backward is not mgpu.backward and size < len(ctx):
-                assert_refused(partial(trainers[1].step, size), r"several backward passes.*mgpu\.backward")
+            go_back[1](losses_of(discriminator, data(10 + step, size), ctx))
+            if ctx is CPU and backward and size < len(ctx):
+                assert_refused(partial(trainers[1].step, size), r"3 devices for 1 examples.*trainer\.backward")
                 trainers[1].discard()
-                mgpu.backward(losses_of(discriminator, data(10 + step, size), ctx))
+                trainers[1].backward(losses_of(discriminator, data(10 + step, size), ctx))
             trainers[1].step(size)
         found.append(weights_of(generator) + weights_of(discriminator))
     assert largest_difference(*found) <= 1e-6
 
 
-@pytest.mark.parametrize("form_of_loop", [name for name in FORMS if name != "mgpu.backward"])
+@pytest.mark.parametrize("form_of_loop", [name for name in FORMS if FORMS[name]])
 def test_a_batch_left_out_of_a_loop_over_losses_has_to_be_discarded(form_of_loop):
-    """A batch with fewer examples than devices comes next. Its split shows that a device has a gradient of another batch."""
+    """A batch with fewer examples than devices comes next. More devices have gradients than it has examples."""
     net, trainer = world()
     before = weights_of(net)
     FORMS[form_of_loop](losses_of(net, data(1, 6), CPU))
     FORMS[form_of_loop](losses_of(net, data(2, 1), CPU))
-    mgpu.predict(net, [data(3, 6)])  # its splits are not those of the loop
-    assert_refused(lambda: trainer.step(1), r"several backward passes.*mgpu\.backward.*discard\(\)")
+    assert_refused(lambda: trainer.step(1), r"3 devices for 1 examples.*trainer\.backward.*discard\(\)")
     assert largest_difference(before, weights_of(net)) == 0.0
     trainer.discard()
     one_by_one(losses_of(net, data(2, 1), CPU))
     trainer.step(1)
     assert largest_difference(weights_of(net), on_one_device([(data(2, 1), True)])) <= 1e-6
-
-
-def test_another_batch_between_a_small_one_and_its_step():
-    """The split of the other network's batch does not hide that a device holds a gradient of an earlier batch."""
-    nets = [dense(CPU, seed) for seed in (1, 2)]
-    trainers = [mgpu.Trainer(net, *MOMENTUM) for net in nets]
-    one_by_one(losses_of(nets[0], data(1, 6), CPU))
-    one_by_one(losses_of(nets[0], data(2, 1), CPU))
-    mgpu.train_batch(nets[1], lambda out, y: (out**2).sum(axis=1), trainers[1], data(3, 6), data(3, 6))
-    assert_refused(lambda: trainers[0].step(1), r"mgpu\.backward")
 
 
 class Chosen(gluon.Block):
@@ -165,7 +156,7 @@ def test_train_batch_leaves_layers_alone_that_only_an_earlier_pass_reached(devic
 
     X, net, alone = data(2, 6), layers(devices), layers(devices)
     trainer = mgpu.Trainer(net, *MOMENTUM, find_unused_parameters=True)
-    mgpu.backward(losses_of(net, data(1, 6), devices))
+    trainer.backward(losses_of(net, data(1, 6), devices))
     mgpu.train_batch(net[0], loss, trainer, X, X, micro_steps=micro_steps)
     mgpu.train_batch(alone[0], loss, mgpu.Trainer(alone[0], *MOMENTUM), X, X, micro_steps=micro_steps)
     assert largest_difference(weights_of(net), weights_of(alone)) == 0.0
@@ -182,7 +173,7 @@ def test_layers_that_only_some_devices_use():
             with autograd.record():
                 used = [(x.as_in_context(ctx[i % len(ctx)]), int((i + step) % 3 == 0)) for i, x in enumerate(Xs)]
                 losses = [(net(x, which) ** 2).sum() for x, which in used]
-            mgpu.backward(losses)
+            trainer.backward(losses) if ctx is CPU else autograd.backward(losses)
             if has_step:
                 trainer.step(6)
         found.append(weights_of(net))
@@ -195,7 +186,7 @@ def test_two_losses_may_leave_gradients_of_different_passes():
     for ctx in (CPU[:1], CPU):
         net = Chosen(ctx)
         trainer = (gluon.Trainer if ctx is not CPU else mgpu.Trainer)(net.collect_params(), *MOMENTUM)
-        go_back = mgpu.backward if ctx is CPU else autograd.backward
+        go_back = trainer.backward if ctx is CPU else autograd.backward
         for sizes in ((6, 6), (6, 1), (1, 6)):
             for which, size in enumerate(sizes):
                 go_back(losses_of(lambda x, net=net, which=which: net(x, which), data(size + which, size), ctx))
@@ -206,10 +197,11 @@ def test_two_losses_may_leave_gradients_of_different_passes():
 
 def test_one_call_of_backward_per_device_is_refused():
     net, trainer = world()
-    for loss in losses_of(net, data(1, 6), CPU):
-        mgpu.backward([loss])
-    assert_refused(lambda: trainer.step(6), "several backward passes")
-    mgpu.backward(losses_of(net, data(1, 6), CPU))
+    first, second, _ = losses_of(net, data(1, 6), CPU)
+    trainer.backward([first])
+    assert_refused(lambda: trainer.backward([second]), "passes over different devices")
+    assert_refused(lambda: trainer.step(6), "no gradient", StaleGradientError)
+    trainer.backward(losses_of(net, data(1, 6), CPU))
     trainer.step(6)
     assert largest_difference(weights_of(net), on_one_device([(data(1, 6), True)])) <= 1e-6
 
@@ -218,7 +210,7 @@ def test_running_sums_of_one_call_of_backward_per_device():
     net, trainer = world()
     set_params(net, "grad_req", "add")
     for loss in losses_of(net, data(1, 6), CPU):
-        mgpu.backward([loss])
+        trainer.backward([loss])
     trainer.step(6)
     assert largest_difference(weights_of(net), on_one_device([(data(1, 6), True)])) <= 1e-6
 
@@ -260,6 +252,36 @@ def test_each_device_may_have_a_thread_of_its_own():
     assert largest_difference(weights_of(net), on_one_device(passes)) <= 1e-5
 
 
+def test_a_plain_pass_after_one_of_the_trainer_is_refused():
+    """Of a generator, through the discriminator: it has overwritten the gradients."""
+    nets = dense(CPU, 1, units=3), dense(CPU, 2)
+    trainers = [mgpu.Trainer(net, *MOMENTUM) for net in nets]
+    trainers[1].backward(losses_of(nets[1], data(1, 6), CPU))
+    trainers[0].backward(losses_of(through(*nets), data(2, 6), CPU))
+    assert_refused(lambda: trainers[1].step(6), "a step uses the gradients of one pass", ModesError)
+    trainers[1].discard()
+    trainers[0].step(6)
+
+
+def test_two_threads_train_two_networks():
+    """Each pass cleared the flags of the other network's gradients."""
+    passes = [(data(seed, size), True) for seed, size in enumerate([6, 1, 5, 2, 3] * 6)]
+    worlds = [world() for _ in range(2)]
+
+    def train(net, trainer, by_hand):
+        for X, _ in passes:
+            if by_hand:
+                trainer.backward(losses_of(net, X, CPU))
+                trainer.step(len(X))
+            else:
+                mgpu.train_batch(net, lambda output, _: (output**2).sum(axis=1), trainer, X, X)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(train, *zip(*worlds), (True, False)))
+    for net, _ in worlds:
+        assert largest_difference(weights_of(net), on_one_device(passes)) <= 1e-5
+
+
 def test_gradients_that_are_returned_are_no_pass():
     net, trainer = world()
     x = nd.array(data(1, 1))
@@ -283,39 +305,14 @@ def test_batches_that_are_split_ahead():
 
 
 def test_flags_look_as_mxnet_has_set_them():
-    """A Gluon trainer, or a script, may look at them: they are cleared only while a pass runs."""
+    """A Gluon trainer, or a script, may look at them: only a pass or a step of their own trainer clears them."""
     nets = [dense(CPU, seed) for seed in (1, 2)]
     trainers = [mgpu.Trainer(net, *MOMENTUM) for net in nets]
     for net in nets:
-        mgpu.backward(losses_of(net, data(1, 6), CPU))
+        autograd.backward(losses_of(net, data(1, 6), CPU))
     assert all(net.weight.data(context)._fresh_grad for net in nets for context in CPU)
     trainers[0].step(6)
     assert [net.weight.data(CPU[0])._fresh_grad for net in nets] == [0, 1]
-
-
-def test_gradients_older_than_a_pass_without_data_do_not_count(monkeypatch):
-    """A process of several that gets no part of a batch makes no pass: its gradients are of the batch before."""
-    monkeypatch.setattr(gradients, "_all", WeakValueDictionary())  # no trainers of other tests
-    net, trainer = world()
-    mgpu.backward(losses_of(net, data(1, 6), CPU))
-    empty_pass()
-    assert_refused(lambda: trainer.step(6), "no gradient", StaleGradientError)
-
-
-def test_whose_pass_was_without_data_may_be_unknown():
-    """Of two networks: unless a step came between, whose passes are then of the batch before."""
-    nets = [dense(CPU, seed) for seed in (1, 2)]
-    trainers = [mgpu.Trainer(net, *MOMENTUM) for net in nets]
-    mgpu.backward(losses_of(nets[0], data(1, 6), CPU))
-    empty_pass()
-    assert_refused(lambda: trainers[0].step(6), "several passes before a step", ModesError)
-    trainers[0].discard()
-    mgpu.backward(losses_of(through(nets[1], lambda out: nets[0](nd.tile(out, (1, 3)))), data(1, 6), CPU))
-    trainers[1].step(6)
-    empty_pass()
-    assert_refused(lambda: trainers[0].step(6), "no gradient", StaleGradientError)
-    mgpu.backward(losses_of(nets[0], data(1, 6), CPU))
-    trainers[0].step(6)
 
 
 # discard() and accumulate()
@@ -331,9 +328,9 @@ def test_a_generator_and_its_discriminator_accumulate(devices):
             whole = data(turn, 6), data(10 + turn, 6)
             with trainers[0].accumulate(), trainers[1].accumulate():
                 for noise, real in zip(*(np.split(one, micro_steps) for one in whole)):
-                    mgpu.backward(losses_of(through(generator, discriminator), noise, devices))
+                    trainers[0].backward(losses_of(through(generator, discriminator), noise, devices))
                     trainers[0].step(len(noise))
-                    mgpu.backward(losses_of(discriminator, real, devices))
+                    trainers[1].backward(losses_of(discriminator, real, devices))
                     trainers[1].step(len(real))
             for trainer in trainers:
                 trainer.flush()
@@ -342,11 +339,11 @@ def test_a_generator_and_its_discriminator_accumulate(devices):
 
 
 def test_another_trainers_step_inside_a_group(devices):
-    """It uses the gradients: they are not there for the sum."""
+    """It uses the gradients, whose flags are then cleared: they are not there for the sum."""
     net = dense(devices)
     first, second = (mgpu.Trainer(net, *MOMENTUM) for _ in range(2))
     with first.accumulate():
-        mgpu.backward(losses_of(net, data(1, 4), devices))
+        autograd.backward(losses_of(net, data(1, 4), devices))
         second.step(4)
         assert_refused(lambda: first.step(4), "no gradient", StaleGradientError)
     assert largest_difference(weights_of(net), on_one_device([(data(1, 4), True)])) <= 1e-6
@@ -381,15 +378,15 @@ def test_a_pass_of_another_network_leaves_a_sum_for_its_update(devices):
     net, other = dense(devices), dense(devices, 1)
     net.weight.grad_req = "add"
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
-    mgpu.backward(losses_of(net, data(1, 6), devices))
+    trainer.backward(losses_of(net, data(1, 6), devices))
     trainer.allreduce_grads()
-    mgpu.backward(losses_of(other, data(1, 6), devices))
+    autograd.backward(losses_of(other, data(1, 6), devices))
     trainer.update(6)
     expected = on_one_device([(data(1, 6), True)], ("sgd", {"learning_rate": 0.1}))
     assert largest_difference(weights_of(net), expected) <= 1e-6
-    mgpu.backward(losses_of(net, data(1, 6), devices))
+    trainer.backward(losses_of(net, data(1, 6), devices))
     trainer.allreduce_grads()
-    mgpu.backward(losses_of(net, data(1, 6), devices))
+    trainer.backward(losses_of(net, data(1, 6), devices))
     assert_refused(trainer.allreduce_grads, r"Call update\(\) after it, or discard\(\)")
 
 
@@ -424,7 +421,7 @@ def test_a_compiled_pass_of_another_network_does_not_count_on_a_device_without_d
     trainers = [mgpu.Trainer(part, "sgd", {"learning_rate": 0.1}) for part in (net, head)]
     mgpu.compile_step(both, gluon.loss.L2Loss(), trainers[0])(data(0, 4), data(1, 4, width=1))
     autograd.backward(losses_of(head, data(0, 1, width=1), CPU))
-    assert_refused(partial(trainers[1].step, 1), "several backward passes")
+    assert_refused(partial(trainers[1].step, 1), "3 devices for 1 examples")
 
 
 @pytest.mark.mxnet1("compiled passes")
@@ -451,7 +448,7 @@ def test_compiled_steps_read_no_flags_and_refuse_those_they_find_later(monkeypat
     assert_refused(partial(trainer.step, 6), "no gradient", StaleGradientError)
     autograd.backward(by_hand())
     assert_refused(partial(trainer.step, 6), "compile_step", ModesError)
-    mgpu.backward(by_hand())
+    trainer.backward(by_hand())
     trainer.step(6)
     mgpu.fit(net, L2, trainer, [(data(0, 6), data(1, 6, width=1))], epochs=2, callbacks=[], compiled="on")
     autograd.backward(by_hand())
@@ -459,7 +456,7 @@ def test_compiled_steps_read_no_flags_and_refuse_those_they_find_later(monkeypat
 
 
 @pytest.mark.mxnet1("compiled passes")
-@pytest.mark.parametrize("change", ["an unrelated trainer", "another trainer", "frozen"])
+@pytest.mark.parametrize("change", ["an unrelated trainer", "frozen"])
 def test_flags_older_than_compiled_steps_stay_unknown(change):
     net, batch = nn.HybridSequential(), (data(0, 6), data(1, 6, width=1))
     net.add(dense(CPU, units=3), dense(CPU))
@@ -472,9 +469,8 @@ def test_flags_older_than_compiled_steps_stay_unknown(change):
     step(*batch)
     if change == "frozen":
         set_params(net[0], "grad_req", "null")
-    changed = mgpu.Trainer(net if change == "another trainer" else dense(CPU), *MOMENTUM)
-    stepping = changed if change == "another trainer" else trainer
-    assert_refused(partial(stepping.step, 6, ignore_stale_grad=True), "compile_step", ModesError)
+    mgpu.Trainer(dense(CPU), *MOMENTUM)
+    assert_refused(partial(trainer.step, 6, ignore_stale_grad=True), "compile_step", ModesError)
 
 
 @pytest.mark.mxnet1("compiled passes")
@@ -500,96 +496,36 @@ def test_parts_of_a_batch_leave_another_trainer_only_the_last_ones_gradients(par
     second = mgpu.Trainer(blocks[1], *MOMENTUM)
     batch, loss = (data(2, 6), data(3, 6, width=1)), gluon.loss.L2Loss()
     mgpu.train_batch(net, loss, first, *batch, micro_steps=2 if parts == "micro_steps" else 1)
-    assert_refused(partial(second.step, 6), "the parts of a batch of another trainer.*discard")
+    assert_refused(partial(second.step, 6), "no gradient", StaleGradientError)
     if not is_pipeline:  # another pass replaces them
         autograd.backward(losses_of(net, batch[0], CPU))
         second.step(6)
 
 
-def test_a_gradient_is_used_once_by_trainers_that_share_it(monkeypatch):
-    monkeypatch.setattr(gradients, "_all", WeakValueDictionary())  # no trainers of other tests
+def test_a_gradient_is_used_once_by_trainers_that_share_it():
     net = dense(CPU)
     first = mgpu.Trainer(net, *MOMENTUM)
-    mgpu.backward(losses_of(net, data(1, 6), CPU))
+    autograd.backward(losses_of(net, data(1, 6), CPU))
     mgpu.Trainer(net, *MOMENTUM).step(6)
     assert_refused(partial(first.step, 6), "no gradient", StaleGradientError)
-
-
-@pytest.mark.parametrize("order", ["whole, part", "part, whole"])
-def test_train_batch_drops_gradients_that_another_trainer_shares(order):
-    nets = {"whole": nn.Sequential()}
-    nets["whole"].add(dense(CPU, 1), dense(CPU, 2))
-    nets["part"] = nets["whole"][1]
-    trainers = {name: mgpu.Trainer(nets[name], *MOMENTUM) for name in order.split(", ")}
-    mgpu.backward(losses_of(lambda x: nets["whole"][0](x) + nets["part"](x), data(1, 6), CPU))
-    before = weights_of(nets["part"])
-    mgpu.train_batch(
-        nets["whole"][0], gluon.loss.L2Loss(), trainers["whole"], data(2, 6), data(3, 6, width=1), ignore_stale_grad=True
-    )
-    assert largest_difference(before, weights_of(nets["part"])) == 0.0
 
 
 def test_running_sums_are_dropped_before_they_have_a_place():
     net = dense(CPU, in_units=0)
     set_params(net, "grad_req", "add")
     trainer = mgpu.Trainer(net, *MOMENTUM)
-    mgpu.backward(losses_of(net, data(1, 6), CPU))
+    trainer.backward(losses_of(net, data(1, 6), CPU))
     trainer.discard()
     assert all((gradient.asnumpy() == 0).all() for param in trainer.params for gradient in param.list_grad())
-
-
-@pytest.mark.mxnet1("compiled passes")
-@pytest.mark.parametrize("how", ["ignore_stale_grad", "find_unused"])
-def test_no_later_pass_hides_the_parts_of_a_batch_of_another_trainer(how):
-    """It was through other parameters: those of the parts were left out of the step without a word."""
-    shared, *heads, other = (dense(CPU[:2], seed, units=3) for seed in range(4))
-    first, batch, loss = mgpu.Trainer(shared, *MOMENTUM), (data(2, 6), data(3, 6)), gluon.loss.L2Loss()
-    params = [param for net in (*heads, other) for param in net.collect_params().values()]
-    second = mgpu.Trainer(params, *MOMENTUM, find_unused_parameters=how == "find_unused")
-    step = partial(second.step, 6, how == "ignore_stale_grad")
-    compiled = mgpu.compile_step(other, loss, mgpu.Trainer(other, *MOMENTUM))
-    for head in heads:
-        net = nn.Sequential()
-        net.add(shared, head)
-        mgpu.train_batch(net, loss, first, *batch, micro_steps=2)
-    for later in (heads[1], other):
-        compiled(*batch)
-        mgpu.backward(losses_of(later, batch[0], CPU[:2]))
-        assert_refused(step, "the parts of a batch of another trainer")
-    if how == "find_unused":
-        second.discard()
-    else:
-        mgpu.train_batch(other, loss, second, *batch, ignore_stale_grad=True)  # drops them, too
-    compiled(*batch)
-    mgpu.backward(losses_of(other, batch[0], CPU[:2]))
-    step()
 
 
 def test_a_batch_does_not_mind_the_passes_that_it_drops():
     net = dense(CPU[:2])
     trainer = mgpu.Trainer(net, *MOMENTUM)
-    mgpu.backward(losses_of(net, data(0, 1), CPU[:2]))
+    trainer.backward(losses_of(net, data(0, 1), CPU[:2]))
     split_f = partial(mgpu.split_batch, weights=[0, 1])  # on the other device
     mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, data(1, 1), data(2, 1, width=1), split_f=split_f)
     assert trainer.optimizer.num_update == 1
-
-
-@pytest.mark.parametrize("parts", ["micro_steps", "virtual_shards"])
-@pytest.mark.parametrize("backward", [mgpu.backward, autograd.backward])
-def test_a_layer_that_is_never_used_hides_no_parts(parts, backward):
-    """Of a discriminator, which its own pass writes again where the parts of the generator's batch have written."""
-    generator, head, unused = (dense(CPU[:2], seed, units=3) for seed in range(3))
-    net = nn.Sequential()
-    net.add(generator, head)
-    first = mgpu.Trainer(generator, *MOMENTUM, virtual_shards=4 if parts == "virtual_shards" else None)
-    params = [*head.collect_params().values(), *unused.collect_params().values()]
-    second = mgpu.Trainer(params, *MOMENTUM, find_unused_parameters=True)
-    for step in range(2):
-        batch = data(step, 8), data(3, 8)
-        mgpu.train_batch(net, gluon.loss.L2Loss(), first, *batch, micro_steps=2 if parts == "micro_steps" else 1)
-        backward(losses_of(head, data(2, 8), CPU[:2]))
-        second.step(8)
-    assert second.optimizer.num_update == 2
 
 
 def trunk_and_head():
@@ -599,21 +535,16 @@ def trunk_and_head():
 
 
 @pytest.mark.mxnet1("compiled passes")
-def test_compiled_steps_of_a_network_and_of_its_trunk():
-    """The trunk's own compiled step hid that the next one of the network wrote its gradients: `step` raised."""
-    X, y, wide = data(1, 4, 2), np.zeros((4, 1), "float32"), np.zeros((4, 3), "float32")
+def test_compiled_steps_leave_gradients_for_the_trainer_of_other_layers():
+    X, y = data(1, 4, 2), np.zeros((4, 1), "float32")
     found, loss = [], gluon.loss.L2Loss()
     for compiled in (True, False):
         mx.random.seed(0)
         net, trunk, head = trunk_and_head()
-        if compiled:
-            main, pretext = mgpu.compile_step(net, loss, head), mgpu.compile_step(net[0], loss, trunk)
-        else:
-            main, pretext = partial(mgpu.train_batch, net, loss, head), partial(mgpu.train_batch, net[0], loss, trunk)
+        step = mgpu.compile_step(net, loss, head) if compiled else partial(mgpu.train_batch, net, loss, head)
         for _ in range(3):
-            main(X, y)
+            step(X, y)
             trunk.step(4)
-            pretext(X, wide)
         found.append(weights_of(net))
     assert largest_difference(*found) < 1e-6
 
@@ -624,6 +555,6 @@ def test_frozen_parameters_have_no_parts():
     X, y = data(1, 4, 2), np.zeros((4, 1), "float32")
     mgpu.train_batch(net, gluon.loss.L2Loss(), trunk, X, y, micro_steps=2)
     set_params(net[1], "grad_req", "null")
-    mgpu.backward(losses_of(net, X, CPU[:2]))
+    mgpu.backward(losses_of(net, X, CPU[:2]), [trunk, head])
     trunk.step(4)
     head.step(4, ignore_stale_grad=True)

@@ -55,7 +55,7 @@ def loop(kind, num_steps=240):
         Xs, ys = mgpu.split_batch(X, y, ctx)
         with autograd.record():
             losses = [loss(net(x), t) for x, t in zip(Xs, ys)]
-        mgpu.backward(losses)
+        trainer.backward(losses)
         trainer.step(256)
         if kind == "a list":
             kept.append(losses[0])

@@ -64,7 +64,7 @@ def test_losses_are_multiplied_within_the_graph(inside, arrays, devices):
         scaled = scaler.scale_losses(losses) if inside else losses
     if not inside:
         scaled = scaler.scale_losses(losses)
-    mgpu.backward(scaled)
+    autograd.backward(scaled)
     for weight, loss, product in zip(weights, losses, scaled):
         assert loss.asnumpy().tolist() == [4.0, 9.0]
         assert product.asnumpy().tolist() == [2048.0, 4608.0]

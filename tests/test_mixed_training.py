@@ -40,7 +40,7 @@ def by_hand(net, trainer, X, y, bad=None):
     Xs, ys = mgpu.split_batch(X, y, trainer.contexts)
     with mx.autograd.record():
         losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
-    mgpu.backward(trainer.scale(losses))
+    trainer.backward(losses)
     if bad is not None:
         spoil(net, bad)
     trainer.step(len(X))
@@ -87,8 +87,6 @@ def test_a_trainer_sets_the_precision(devices, arrays):
     net = small_net(devices)
     trainer = mgpu.Trainer(net, *MOMENTUM, precision="bf16")
     assert precision_of(net) == "bf16" and trainer.loss_scaler is None
-    losses = [mx.nd.ones((1,))]
-    assert trainer.scale(losses) is losses
     mgpu.Trainer(net, *MOMENTUM)
     assert precision_of(net) == "bf16"  # another trainer leaves it
     ((X, y),) = small_batches([6])

@@ -27,7 +27,7 @@ def test_float16_weights_with_float32_states(optimizer, is_cast_later):
         net.cast("float16")
         with autograd.record():
             losses = [net(nd.array([1, 2], ctx=context)).sum() for context in trainer.contexts]
-        mgpu.backward(losses)
+        trainer.backward(losses)
         trainer.step(4)
         return net.weight.data(mx.cpu(1)).asnumpy()
 

@@ -146,7 +146,7 @@ def test_parameters_that_are_there_already_stay_the_same_arrays(devices):
     assert all(param._data is data for param, data in zip(module.collect_params().values(), before))
     with autograd.record():
         losses = criterion(net(X), y)
-    mgpu.backward(losses)
+    trainer.backward(losses)
     trainer.step(6)
     assert mgpu.data_parallel.replica_difference(module) == 0.0
 

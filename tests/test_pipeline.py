@@ -705,7 +705,7 @@ def test_evaluate_predict_and_a_loop_by_hand(arrays):
         with autograd.record():
             found = [one(X) for X in Xs]
             losses = [LOSS(output, y.as_in_context(output.context)) for output, y in zip(found, ys)]
-        mgpu.backward(losses)
+        trainer.backward(losses)
         trainer.step(len(data[0][0]))
     assert largest_difference(values(net), values(model)) < 1e-6
 

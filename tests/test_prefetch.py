@@ -178,7 +178,7 @@ def test_a_step_that_draws_from_it_does_not_wait(devices, waits):  # noqa: F811
     for Xs, ys in prefetch(batches, devices):
         with autograd.record():
             losses = [LOSS(net(X), y) for X, y in zip(Xs, ys)]
-        mgpu.backward(losses)
+        trainer.backward(losses)
         trainer.step(sum(len(y) for y in ys))
     assert waits == []
 

@@ -38,7 +38,7 @@ WORLD = """
         Xs, ys = mgpu.split_batch(X, labels, ctx)
         with autograd.record():
             losses = [loss(net(x), t) for x, t in zip(Xs, ys)]
-        mgpu.backward(losses)
+        trainer.backward(losses)
         trainer.step(size)
     def error(function, *args, **options):
         try:
@@ -101,7 +101,7 @@ UNEVEN = """
                     Xs, ys = mgpu.split_batch(features, labels, ctx)
                 with autograd.record():
                     losses = [loss(net(x), t) for x, t in zip(Xs, ys)]
-                mgpu.backward(losses)
+                trainer.backward(losses)
                 trainer.step(len(features))
             else:
                 mgpu.train_batch(net, loss, trainer, features, labels, micro_steps=1 + (way == "micro"))

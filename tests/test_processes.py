@@ -162,7 +162,7 @@ TRAIN = """
             with trainer.accumulate():
                 with autograd.record():
                     losses = [loss(net(x), t) for x, t in zip(Xs, ys)]
-                mgpu.backward(losses)
+                trainer.backward(losses)
                 trainer.step(7 if not sharded else len(ys[0]) if ys else 0)
             trainer.flush()
         mean = mgpu.evaluate(net, [(X[:1], y[:1]), (X, y)], loss=loss)
@@ -273,7 +273,7 @@ AGREE = """
         if not me.rank:
             with autograd.record():
                 losses = [loss(net(nd.array(X)), nd.array(y))]
-        mgpu.backward(tuple(losses))
+        trainer.backward(tuple(losses))
         trainer.step(6 * len(losses))
     trainer.flush()
     found.append(net.weight.data().asnumpy().tolist())
@@ -292,7 +292,7 @@ AGREE = """
     Xs, ys = mgpu.split_batch(X, y, ctx)
     with autograd.record():
         losses = [loss(net(x), label) for x, label in zip(Xs, ys)]
-    mgpu.backward(losses)
+    trainer.backward(losses)
     errors.append(refused(trainer.step, 6))
     net = gluon.nn.Sequential()
     net.add(*[one for _ in range(6) for one in (gluon.nn.Dense(2, in_units=2), gluon.nn.BatchNorm(in_channels=2))])
@@ -327,9 +327,14 @@ def test_gradients_that_were_not_summed_over_the_processes_are_refused(monkeypat
     mgpu.backward([loss])
     with pytest.raises(mgpu.errors.TrainerError):
         trainer.update(1)
-    for step in (partial(trainer.step, 6), trainer.allreduce_grads):  # of whole batches: n processes took n times the gradient
-        with pytest.raises(mgpu.errors.ModesError, match="Divide it with mgpu.split_batch"):
-            step()
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer._process_sync, "_processes", SimpleNamespace(has_divided=False))
+        for step in (
+            partial(trainer.step, 6),
+            trainer.allreduce_grads,
+        ):  # of whole batches: n processes took n times the gradient
+            with pytest.raises(mgpu.errors.ModesError, match="Divide it with mgpu.split_batch"):
+                step()
     monkeypatch.setattr(trainer, "sharded_data", True)
     trainer.allreduce_grads()
 

@@ -133,7 +133,7 @@ def test_clipping_over_buckets_is_clipping_over_parameters(num_devices):
     X = np.random.RandomState(0).randn(2 * num_devices, 1, 4, 4).astype("float32")
     with autograd.record():
         losses = [net(x).sum(axis=1) for x in mgpu.split_and_load(X, ctx)]
-    mgpu.backward(losses)
+    trainer.backward(losses)
     local = [[param.grad(context).asnumpy() for context in ctx] for param in params]
     trainer.step(len(X))
     mean = [np.sum(np.float64(one), axis=0) / len(X) for one in local]

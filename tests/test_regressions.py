@@ -48,11 +48,11 @@ def weight(net, context=CTX[0]):
 def test_a_device_without_data_repeats_its_old_gradient(trainer_class):
     """A last batch that is too small for all devices: with Gluon the idle one pushes its gradient of the step before again."""
     net = linear(value=0.0)
-    trainer = trainer_class(net.collect_params(), "sgd", {"learning_rate": 1.0})
+    trainer = trainer_class(net.collect_params(), "sgd", {"learning_rate": 2.0})
     backward(net, [(CTX[0], 2.0), (CTX[1], 5.0)])
-    trainer.step(1)  # w = -(2 + 5)
+    trainer.step(2)  # w = -(2 + 5)
     backward(net, [(CTX[0], 3.0)])  # the second device is idle
-    trainer.step(1)
+    trainer.step(2)
     right, with_old_gradient = -10.0, -15.0
     assert weight(net) == (with_old_gradient if trainer_class is gluon.Trainer else right)
     if trainer_class is mgpu.Trainer:
@@ -62,12 +62,12 @@ def test_a_device_without_data_repeats_its_old_gradient(trainer_class):
 def test_a_parameter_that_no_device_used_is_refused_before_anything_changes():
     net = nn.Sequential()
     net.add(linear(), linear())
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0})
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 2.0})
     backward(net[0], [(CTX[0], 2.0), (CTX[1], 5.0)])
     with pytest.raises(StaleGradientError, match=r"1\.weight on any device"):
-        trainer.step(1)
+        trainer.step(2)
     assert (weight(net[0]), number(net[0].weight.grad(CTX[0]))) == (1.0, 2.0)
-    trainer.step(1, ignore_stale_grad=True)
+    trainer.step(2, ignore_stale_grad=True)
     assert (weight(net[0]), weight(net[1])) == (-6.0, 1.0)
 
 
@@ -83,9 +83,9 @@ def test_the_mean_of_uneven_shards_is_refused():
 @BOTH
 def test_without_a_kvstore_every_device_goes_its_own_way(trainer_class):
     net = linear(value=0.0)
-    trainer = trainer_class(net.collect_params(), "sgd", {"learning_rate": 1.0}, kvstore=None)
+    trainer = trainer_class(net.collect_params(), "sgd", {"learning_rate": 2.0}, kvstore=None)
     backward(net, [(CTX[0], 2.0), (CTX[1], 5.0)])
-    trainer.step(1)
+    trainer.step(2)
     together = trainer_class is mgpu.Trainer
     assert [weight(net, context) for context in CTX] == ([-7.0, -7.0] if together else [-2.0, -5.0])
 
@@ -102,17 +102,17 @@ def test_states_are_loaded_into_other_layers(trainer_class, tmp_path):
     saved.add(*(linear(**named(number)) for number in (9, 10)))
     loaded.add(*(linear(**named(number)) for number in (10, 11)))  # the same network, made a little later
     gluons = trainer_class is gluon.Trainer
-    options = ("sgd", {"learning_rate": 1.0, "momentum": 0.5})
+    options = ("sgd", {"learning_rate": 2.0, "momentum": 0.5})
     trainer = trainer_class(saved.collect_params() if gluons else saved, *options)
     backward(saved[0], [(context, 1.0) for context in CTX])
     backward(saved[1], [(context, 10.0) for context in CTX])
-    trainer.step(1)  # momenta -2 in the first layer, -20 in the second
+    trainer.step(2)  # momenta -2 in the first layer, -20 in the second
     trainer.save_states(str(tmp_path / "states"))
     trainer = trainer_class(loaded.collect_params() if gluons else loaded, *options)
     trainer.load_states(str(tmp_path / "states"))
     for layer in loaded:
         backward(layer, [(context, 0.0) for context in CTX])
-    trainer.step(1)  # no gradient: each weight moves by half of its momentum
+    trainer.step(2)  # no gradient: each weight moves by half of its momentum
     moved = [weight(layer) - 1.0 for layer in loaded]
     assert moved == ([-10.0, -1.0] if gluons else [-1.0, -10.0])
 
@@ -167,7 +167,7 @@ def test_adam_forgets_its_count_on_more_devices(trainer_class, tmp_path):
             backward(net, [(context, 1.0 + step) for context in net.weight.list_ctx()[:1]])
             for context in net.weight.list_ctx()[1:]:  # so that gluon's trainer takes the idle devices
                 backward(net, [(context, 0.0)])
-            trainer.step(1)
+            trainer.step(2)
 
     one = linear(CTX[:1])
     trainer = trainer_class(one.collect_params(), *options)
@@ -209,7 +209,7 @@ def test_two_shards_through_one_batch_norm_need_a_joint_backward():
     net = initialized(nn.BatchNorm(in_channels=1), CTX[:1])
     with autograd.record():
         losses = [net(nd.array([[1.0], [value]])) for value in (2.0, 4.0)]
-    mgpu.backward(losses)
+    autograd.backward(losses)
     assert net.gamma.grad().shape == (1,)
     assert np.isfinite(net.gamma.grad().asnumpy()).all()
 

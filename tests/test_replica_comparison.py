@@ -33,11 +33,11 @@ def network():
     return net
 
 
-def step(net, trainer, backward=mgpu.backward):
+def step(net, trainer, backward=None):
     Xs, ys = mgpu.split_batch(X.astype("float32"), Y, CONTEXTS)
     with autograd.record():
         losses = [LOSS(net(x), y) for x, y in zip(Xs, ys)]
-    backward(losses)
+    (backward or trainer.backward)(losses)
     trainer.step(len(X))
 
 

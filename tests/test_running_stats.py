@@ -10,7 +10,7 @@ from gluon_mgpu.models.hybrid_block import new_parameter
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import HYBRIDIZE, initialized, largest_difference, sequential
+from .conftest import HYBRIDIZE, largest_difference, sequential
 from .versions import nd
 
 LOSS = gluon.loss.L2Loss()
@@ -47,20 +47,28 @@ def by_train_batch(net, trainer, X, y):
     mgpu.train_batch(net, LOSS, trainer, X, y)
 
 
-def go_back(net, trainer, X, y, backward=mgpu.backward):
+def by_trainer(trainer, losses):
+    trainer.backward(losses)
+
+
+def by_gluon(trainer, losses):
+    autograd.backward(losses)
+
+
+def go_back(net, trainer, X, y, backward=by_trainer):
     Xs, ys = mgpu.split_batch(X, y, trainer.contexts)
     with autograd.record():
         losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
-    backward(losses)
+    backward(trainer, losses)
 
 
-def by_backward(net, trainer, X, y, backward=mgpu.backward):
+def by_backward(net, trainer, X, y, backward=by_trainer):
     go_back(net, trainer, X, y, backward)
     trainer.step(np.array(len(X)))  # as d2l's programs do
 
 
 def by_autograd(net, trainer, X, y):
-    by_backward(net, trainer, X, y, autograd.backward)
+    by_backward(net, trainer, X, y, by_gluon)
 
 
 LOOPS = [by_train_batch, by_backward, by_autograd]
@@ -129,19 +137,19 @@ def test_compiled_steps_and_accumulated_ones(mode, num_devices, arrays):
     assert_stats(net, expected)
 
 
-def gathered(losses):
+def gathered(trainer, losses):
     with autograd.record():
-        mgpu.backward([mgpu.gather(losses)])
+        trainer.backward([mgpu.gather(losses)])
 
 
-def regularized(losses):
+def regularized(trainer, losses):
     with autograd.record():
-        mgpu.backward([*losses, losses[0].tile(9)])
+        trainer.backward([*losses, losses[0].tile(9)])
 
 
 @pytest.mark.parametrize("drops", [True, False])
 @pytest.mark.parametrize(
-    ("backward", "weights"), [(mgpu.backward, (2, 1)), (autograd.backward, (1, 1)), (gathered, (1, 1)), (regularized, (2, 1))]
+    ("backward", "weights"), [(by_trainer, (2, 1)), (by_gluon, (1, 1)), (gathered, (1, 1)), (regularized, (2, 1))]
 )
 def test_a_pass_that_no_step_used_counts_before_evaluation(backward, weights, drops):
     net, trainer = normed(2)
@@ -275,11 +283,11 @@ def test_a_pass_counts_for_all_networks_that_it_reaches():
     """Each by its own trainer, in any order; a network that it does not reach counts it not."""
     nets, trainers = zip(*[normed(2) for _ in range(3)])
     X, y = batch(3)
-    for parts, sizes in ((nets[:2], 3), (nets[2:], 1)):
+    for parts, own, sizes in ((nets[:2], trainers[:2], 3), (nets[2:], trainers[2:], 1)):
         Xs, ys = mgpu.split_batch(X[:sizes], y[:sizes], trainers[0].contexts)
         with autograd.record():
             losses = [LOSS(sum(net(x) for net in parts), label) for x, label in zip(Xs, ys)]
-        mgpu.backward(losses)
+        mgpu.backward(losses, own)
     for trainer in trainers:
         trainer.step(3)
     whole = [(2 * first + second) / 3 for first, second in zip(moved(INITIAL, X[:2]), moved(INITIAL, X[2:]))]
@@ -301,15 +309,6 @@ def test_trainers_of_one_network_count_for_each_other():
         weights = [len(shard) for shard in shards if len(shard)]
         expected = [np.average(values, axis=0, weights=weights) for values in zip(*moves)]
         assert_stats(net, expected)
-
-
-def test_a_former_trainer_holds_only_the_latest_one():
-    net = initialized(nn.BatchNorm(in_channels=2))
-    first = mgpu.Trainer(net, "sgd")
-    for _ in range(5):
-        latest = mgpu.Trainer(net, "sgd")
-    found = first.running_stats._together()
-    assert latest.running_stats in found and len(found) <= 3, "not all five, each of which holds the next one"
 
 
 @pytest.mark.parametrize("between", ["another trainer", "virtual shards", "a restored trainer"])

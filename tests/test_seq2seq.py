@@ -232,7 +232,7 @@ def trained(ctx, sizes, **options):
         Xs, ys = mgpu.split_batch(X, y, trainer.contexts)
         with autograd.record():
             losses = [loss(net(features), label) for features, label in zip(Xs, ys)]
-        mgpu.backward(losses)
+        trainer.backward(losses)
         trainer.step(loss.num_units(y))
     assert mgpu.data_parallel.replica_difference(net) == 0
     return net

@@ -156,7 +156,7 @@ def test_steps_that_leave_parameters_out():
                 for context, x, t in zip(trainer.contexts, np.array_split(X, 3), np.array_split(y, 3)):
                     data, label = nd.array(x, ctx=context), nd.array(t, ctx=context)
                     losses.append(LOSS(net(data), label) if i % 2 == 0 else net[0](data).sum(axis=(1, 2, 3)))
-            mgpu.backward(losses)
+            trainer.backward(losses)
             trainer.step(len(X))
 
     compare(story, find_unused_parameters=True)
@@ -175,7 +175,7 @@ def test_several_dtypes_and_sparse_gradients():
         for _ in range(3):
             with autograd.record():
                 losses = [(net(nd.array([[1, i]], ctx=c)) - 3).square() for i, c in enumerate(trainer.contexts)]
-            mgpu.backward(losses)
+            trainer.backward(losses)
             trainer.step(3)
         found.append(everywhere(net))
     assert_equal_bits(found[1], found[0])
@@ -268,7 +268,7 @@ def test_an_overflow_on_any_device_skips_the_step():
         Xs, ys = mgpu.split_batch(X, y, trainer.contexts)
         with autograd.record():
             losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
-        mgpu.backward(trainer.scale(losses))
+        trainer.backward(losses)
         param.grad(mx.cpu(1))[:] = np.inf
         scale = trainer.loss_scaler.scale
         trainer.step(6)
@@ -280,7 +280,7 @@ def sum_by_hand(net, trainer):
     (X, y) = small_batches((6,))[0]
     with autograd.record():
         losses = [LOSS(net(x), t) for x, t in zip(*mgpu.split_batch(X, y, trainer.contexts))]
-    mgpu.backward(losses)
+    trainer.backward(losses)
     trainer.allreduce_grads()
     for param in net.collect_params().values():  # every device must have the sum
         for gradient in param.list_grad() if param.grad_req != "null" else ():

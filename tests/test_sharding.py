@@ -167,7 +167,7 @@ def test_a_split_can_be_differentiated():
     with mx.autograd.record():
         shards = mgpu.split_and_load(x, CTX[:2], even_split=False)
         losses = [(shard * shard).sum() for shard in shards]
-    mgpu.backward(losses)
+    mx.autograd.backward(losses)
     assert x.grad.asnumpy().tolist() == [[2.0], [4.0], [6.0]]
 
 

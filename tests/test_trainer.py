@@ -159,7 +159,7 @@ def test_parameters_whose_data_are_copies_are_updated(name):
         for _ in range(3):
             with autograd.record():
                 losses = [param.data(context).sum() for context in ctx]
-            mgpu.backward(losses)
+            autograd.backward(losses)
             trainer.step(len(ctx))
         found += [array.asnumpy() for array in param.list_data()]
     assert found[0].max() < 1 and largest_difference(found[:1] * len(CTX), found[1:]) < 1e-6
@@ -219,7 +219,7 @@ def test_an_update_of_parameters_that_were_frozen_after_the_sum_is_refused():
     net, trainer = world()
     with autograd.record():
         losses = [LOSS(net(x), t) for x, t in zip(*mgpu.split_batch(*small_batches([4])[0], CTX))]
-    mgpu.backward(losses)
+    trainer.backward(losses)
     trainer.allreduce_grads()
     before = weights_of(net)
     net[0].weight.grad_req = "null"
@@ -307,7 +307,7 @@ def test_an_update_divided_by_an_array_that_is_not_finite_is_left_out(number):
     for batch_size, weight in ((nd.array([number]), 1.0), (2, 0.0)):
         with autograd.record():
             losses = [net(nd.ones((1, 1), ctx=context)) for context in CTX]
-        mgpu.backward(losses)
+        trainer.backward(losses)
         trainer.allreduce_grads()
         trainer.update(batch_size)
         assert net.weight.data(CTX[1]).asnumpy().item() == weight
@@ -323,7 +323,7 @@ def test_bytes_are_counted_and_alike_on_every_device(num_devices, optimizer, sta
     trainer = mgpu.Trainer(net, optimizer, shard_optimizer=False)
     with autograd.record():
         losses = [net(nd.ones((2, 128), ctx=context)).sum(axis=1) for context in ctx]
-    mgpu.backward(losses)
+    trainer.backward(losses)
     trainer.step(2)
     size = 8 * (128 * 128 + 128) * 4
     held = trainer.bytes_per_device()

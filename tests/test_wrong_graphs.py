@@ -98,7 +98,7 @@ def by_hand(net, trainer, number=0):
     X, y = batch(number)
     with autograd.record():
         losses = [LOSS(net(a), b) for a, b in zip(*mgpu.split_batch(X, y, CONTEXTS))]
-    mgpu.backward(losses)
+    trainer.backward(losses)
     trainer.step(len(X))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import islice
-from typing import Any, Deque, Generator, Iterable, Iterator, Optional, Sequence, Tuple
+from typing import Any, Deque, Generator, Iterable, Iterator, Optional, Sequence
 
 from mxnet import Context
 
@@ -14,7 +14,6 @@ from ..data_parallel.sharding import Shards, SplitFunction, split_batch
 from ..devices.select import check_contexts
 from ..nested import leaves
 from ..runtime.c_api import wait_until_unused
-from ..trainer.gradients import latest_split, restore_split
 from .iterators import batches_of, check_iterable, own_pair
 
 NUM_HELD = 4  # batches in use, in addition to those loaded ahead: the user's, and those of steps that still run
@@ -76,15 +75,15 @@ def prefetch(
     return _load_ahead(data_iter, planner, num_batches)
 
 
-def _load(data_iter: Iterable[Any], planner: Planner) -> Iterator[Tuple[Shards, Any]]:
+def _load(data_iter: Iterable[Any], planner: Planner) -> Iterator[Shards]:
     for item in batches_of(data_iter):
         shards = planner.split(*own_pair(item, "prefetch", data_iter))[1:]
         del item  # the iterator's batch must not outlive its shards
-        yield shards, latest_split()
+        yield shards
 
 
 def _load_ahead(data_iter: Iterable[Any], planner: Planner, num_batches: int) -> Generator[Shards, None, None]:
-    loaded: Deque[Tuple[Shards, Any]] = deque()
+    loaded: Deque[Shards] = deque()
     in_use: Deque[Shards] = deque()
     failed: Optional[Exception] = None
     rest = _load(data_iter, planner)
@@ -97,8 +96,7 @@ def _load_ahead(data_iter: Iterable[Any], planner: Planner, num_batches: int) ->
         if not loaded:
             break
         wanted = num_batches
-        shards, split = loaded.popleft()
-        restore_split(split)  # of this batch, not of one that was split ahead
+        shards = loaded.popleft()
         in_use.append(shards)
         if len(in_use) > NUM_HELD:  # a loop that never waits must not fill the memory
             for _, array in leaves(in_use.popleft()):

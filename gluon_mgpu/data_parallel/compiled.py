@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, is_not
 from typing import Any, Dict, Hashable, List, Optional, Sequence, Tuple
@@ -14,20 +15,37 @@ from ..checks import OF_WRONG_DATA, one_of
 from ..errors import TrainerError, last_line
 from ..nested import Array
 from ..refusals import refusal
+from ..runtime.c_api import Flags
 from ..runtime.environment import logger
-from ..trainer.gradients import note_written
+from ..trainer.gradients import Pass, examples_of
 from ..trainer.parameters import has_values, spans_devices
 from ..trainer.slab import Moves
 from ..trainer.trainer import Trainer
 from .batchnorm import is_synchronised
 from .executors import Executor
 from .graph import Graph, NotCompilableError, inputs_of, nesting_of, reasons_against, trace
-from .passes import Passes, decide_shapes, forgetting_graphs, raise_named
-from .plan import form_of
+from .passes import Outputs, Passes, decide_shapes, forgetting_graphs, raise_named
+from .plan import Plan, form_of
 
 MOST = 64  # bound batches of a network
 
 _DATA, _GRAD, _REQ = attrgetter("_data"), attrgetter("_grad"), attrgetter("_grad_req")
+
+
+@dataclass(eq=False)
+class _Bound:
+    """The executors for batches of one form, and what their passes leave.
+
+    Attributes
+    ----------
+    found : Pass, optional
+    others : Flags
+        Of parameters that other trainers have: set, as autograd would.
+    """
+
+    executors: List[Executor]
+    found: Optional[Pass] = None
+    others: Flags = field(default_factory=partial(Flags, ()))
 
 
 class CompiledPasses(Passes):
@@ -67,15 +85,15 @@ class CompiledPasses(Passes):
         self._params: Dict[int, gluon.Parameter] = {}  # of the graphs, by their ids
         self._others: List[gluon.Parameter] = []  # of these: frozen ones, and those that the trainer does not look at
         self._seen: Tuple[List[Any], List[Any]] = [self], []  # what graphs and executors depend on, when they were made
-        self._bound: OrderedDict[Hashable, List[Executor]] = OrderedDict()  # by the forms of the shards
+        self._bound: OrderedDict[Hashable, _Bound] = OrderedDict()  # by the forms of the shards
         self._owners: Dict[Context, Executor] = {}  # bound for the largest shape: the others use its memory
-        self._queued: List[Executor] = []
+        self._queued: Optional[_Bound] = None  # whose backward passes follow
 
     def is_of(self, net: gluon.Block, loss: Any, mode: str) -> bool:
         """Return whether these are the passes of this network and loss, in this mode."""
         return self._net is net and self._loss is loss and self._mode == mode
 
-    def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any = None) -> Tuple[List[Any], List[Array]]:
+    def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Optional[Plan] = None) -> Outputs:
         """Queue the forward passes of all shards, and return their outputs and losses, which later passes leave alone.
 
         Raises
@@ -85,7 +103,7 @@ class CompiledPasses(Passes):
         TrainerError
             They cannot be compiled, and the mode is `"on"`. Nothing was changed.
         """
-        self._queued, self.is_compiled = [], False
+        self._queued, self.is_compiled = None, False
         self._follow()
         reason = self.reason
         if not reason:
@@ -109,18 +127,22 @@ class CompiledPasses(Passes):
             self._set_reason(reason)
         return found
 
-    def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
-        """Queue the backward passes of the latest forward passes."""
-        if not self._queued:
-            super().backward(trainer, losses)
-            return
+    def _go_back(self, trainer: Trainer, losses: Sequence[Array], plan: Optional[Plan]) -> Pass:
+        queued, self._queued = self._queued, None
+        if queued is None:
+            return super()._go_back(trainer, losses, plan)
         scale = 1.0 if trainer.loss_scaler is None else trainer.loss_scaler.begin()
-        for executor in self._queued:
+        for executor in queued.executors:
             executor.backward(scale)
-        note_written(self._params, [executor.context for executor in self._queued], trainer.gradients)
-        self._queued = []
+        if queued.found is None:  # until the parameters change, it is the same for each batch of this form
+            queued.found = trainer.gradients.by_graphs(self._params, examples_of(losses, {}))
+            own, contexts = set(map(id, trainer.params)), [executor.context for executor in queued.executors]
+            others = [param for key, param in self._params.items() if key not in own and param.grad_req != "null"]
+            queued.others = Flags([param.data(context) for param in others for context in contexts])
+        queued.others.set()
+        return queued.found
 
-    def _run_graphs(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any) -> Tuple[List[Any], List[Array]]:
+    def _run_graphs(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Optional[Plan]) -> Outputs:
         if self._loss is None:
             ys = [None] * len(Xs)
         key = None if plan is None else plan.shard_forms
@@ -130,13 +152,13 @@ class CompiledPasses(Passes):
                 plan.shard_forms = key
         if not (self._graphs or has_values(self._net)):
             decide_shapes(operation, self._net, Xs, ys)
-        executors = self._bound.pop(key, None) or self._bind(Xs, ys)
-        self._bound[key] = executors  # the latest one at the end
+        bound = self._bound.pop(key, None) or _Bound(self._bind(Xs, ys))
+        self._bound[key] = bound  # the latest one at the end
         if len(self._bound) > MOST:
             self._bound.popitem(last=False)
         outputs, losses, at = [], [], 0
         try:
-            for at, executor in enumerate(executors):
+            for at, executor in enumerate(bound.executors):
                 graph, X, y = executor.graph, Xs[at], ys[at]
                 heads = executor.forward((X, y) if graph.is_plain else inputs_of(self._net, X, y))
                 if self._loss is not None:
@@ -144,7 +166,7 @@ class CompiledPasses(Passes):
                 outputs.append(heads[0] if graph.is_plain else graph.outputs(heads))
         except (MXNetError, *OF_WRONG_DATA) as error:
             raise_named(error, operation, "network", at, Xs[at], ys[at])
-        self._queued = executors if self._trains else []
+        self._queued = bound if self._trains else None
         self.is_compiled = True
         return outputs, losses
 

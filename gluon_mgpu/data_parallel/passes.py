@@ -5,23 +5,27 @@ from __future__ import annotations
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from typing import Any, Iterator, List, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, NoReturn, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import MXNetError, autograd, gluon
 
-from ..checks import OF_WRONG_DATA, advice_for, explaining, is_of_mxnet, reason_of, short
-from ..distributed import process_shard
+from ..checks import OF_WRONG_DATA, advice_for, is_of_mxnet, reason_of, short
 from ..errors import StepError, TrainerError
 from ..nested import Array, is_device_array, leaves
-from ..trainer.gradients import Gradients, empty_pass, note_size, one_pass
+from ..trainer.backward import differentiate, run_backward, scaled_losses
+from ..trainer.gradients import Pass, examples_of
 from ..trainer.parameters import blocks_of
-from ..trainer.running_stats import note_losses
 from ..trainer.trainer import Trainer
 from ..trainer.wrong_graphs import check_graphs, hybrid_blocks
 from .batchnorm import run_shards
 from .graph import own_method, symbols_of
+from .plan import Plan
 from .sharding import Split
+
+Phase = Callable[[str], object]
+Outputs = Tuple[List[Any], List[Array]]  # of each shard, and its loss
+Trained = Tuple[List[Any], List[Array], Pass]
 
 
 class Passes:
@@ -58,8 +62,8 @@ class Passes:
         """Return the shards of a batch as `forward` takes them."""
         return Xs, ys
 
-    def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any = None) -> Tuple[List[Any], List[Array]]:
-        """Return every shard's output, and its losses if there is a loss. It does not wait.
+    def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Optional[Plan] = None) -> Outputs:
+        """Return every shard's output, and its losses if there is a loss: recorded, or in prediction mode. It does not wait.
 
         Parameters
         ----------
@@ -86,9 +90,26 @@ class Passes:
             self._is_checked = True
         return outputs, losses
 
-    def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
-        """Compute the gradients of the losses that the latest forward pass has returned, in one pass over all devices."""
-        run_backward(trainer.scale(losses), trainer.gradients)
+    def run(
+        self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Optional[Plan], trainer: Trainer, on_phase: Phase = bool
+    ) -> Trained:
+        """Train on the shards: return outputs, losses, and the pass for the trainer's step. Arguments and errors as of `forward`.
+
+        Parameters
+        ----------
+        on_phase : callable (str)
+            Called with `backward` before the backward pass, where it begins after all forward passes.
+        """
+        outputs, losses = self.forward(operation, Xs, ys, plan)
+        on_phase("backward")
+        return outputs, losses, self._go_back(trainer, losses, plan)
+
+    def _go_back(self, trainer: Trainer, losses: Sequence[Array], plan: Optional[Plan]) -> Pass:
+        """Compute the gradients of the losses of the latest forward passes."""
+        with trainer.gradients.one_pass() as found:
+            differentiate("backward", scaled_losses(trainer, losses))
+        examples = examples_of(losses, {}) if plan is None or plan.slices is None or plan.is_new else plan.examples
+        return Pass(found.written, examples, is_current=True)
 
 
 @contextmanager
@@ -115,43 +136,30 @@ def decide_shapes(operation: str, net: gluon.Block, Xs: Sequence[Any], ys: Seque
         passes.forward(operation, Xs[:1], ys[:1])
 
 
-def backward(losses: Sequence[Array]) -> None:
-    """Compute the gradients of all shards' losses in one backward pass.
+def backward(losses: Sequence[Array], trainers: Sequence[Trainer] = ()) -> None:
+    """Compute the gradients of all shards' losses in one backward pass, which serves several trainers.
 
-    Separate passes fail if two shards went through one BatchNorm, and they give the engine less to run in parallel. With
-    gradients of the losses, or `train_mode=False`, call `autograd.backward` for all shards instead.
+    For one, call `trainer.backward(losses)`. Without trainers, it is `autograd.backward`: MXNet's flags tell which gradients a
+    step uses. Separate passes fail if two shards went through one BatchNorm, and they give the engine less to run in parallel.
 
     Parameters
     ----------
     losses : sequence of NDArray, any shapes
-        Recorded, one per shard. BatchNorm's running statistics are weighted by the length of each device's first one, 1 for a
-        number; and equally if the pass reaches a device without a loss, as from gathered outputs.
+        Recorded, one per shard.
+    trainers : sequence of Trainer
+        Of the networks that the losses have gone through. Each one's next step uses this pass.
 
     Raises
     ------
     TrainerError
-        The losses are not a list of arrays.
+        The losses are not a list of arrays, or these are no trainers.
     """
-    may_be_empty = process_shard()[1] > 1  # a small batch has no examples for this process
-    if not isinstance(losses, (list, tuple)) or not (losses or may_be_empty) or not all(is_device_array(loss) for loss in losses):
+    if not isinstance(trainers, (list, tuple)) or not all(isinstance(one, Trainer) for one in trainers):
         raise TrainerError(
-            f"backward: got {short(losses)}; expected a list of one or more MXNet arrays, one loss per shard. "
-            "Pass [loss(net(x), y) for x, y in zip(Xs, ys)]."
+            f"backward: got {short(trainers)} as the trainers; expected a list of gluon_mgpu.Trainer. Pass [trainer, other], or "
+            "call trainer.backward(losses)."
         )
-    run_backward(losses)
-    note_size(sum((*loss.shape, 1)[0] for loss in losses))
-    note_losses(losses)
-
-
-def run_backward(losses: Sequence[Array], own: Optional[Gradients] = None) -> None:
-    """Do what `backward` does, with losses that were checked and whose examples were counted; see `one_pass`."""
-    if not losses:
-        empty_pass(own)
-        return
-    expected = "losses that were recorded, each once"
-    advice = "Compute them inside autograd.record(), call backward() once, and do not freeze all parameters."
-    with explaining("backward", "an error", expected, advice=advice), one_pass(own):
-        autograd.backward(list(losses))
+    run_backward("backward", losses, trainers)
 
 
 def call(operation: str, what: str, shard: int, X: Any, y: Any, function: Any, *args: Any, **named: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from functools import partial
 from inspect import signature
-from typing import Any, Callable, Hashable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -76,8 +76,8 @@ class Plan:
         Where such batches are cut; None if that varies.
     num_examples : int
         Over all processes that share the batch; of the latest batch, where the split varies.
-    examples : list of (Context, int)
-        Those of each loss that was counted, and its device.
+    examples : dict of Context to int
+        Those of each device, of the losses that were counted.
     is_new : bool
         No batch was counted yet.
     shapes : list of tuple
@@ -93,7 +93,7 @@ class Plan:
     def __init__(self, slices: Optional[SplitPlan], *, casts_labels: bool) -> None:
         self.slices, self.casts_labels, self.is_new = slices, casts_labels, True
         self.num_classes, self.num_examples = 0, 0 if slices is None else slices.num_examples
-        self.examples: List[Tuple[Context, int]] = []
+        self.examples: Dict[Context, int] = {}
         self.shapes: List[Tuple[int, ...]] = []
         self.shard_forms: Optional[Hashable] = None
 
@@ -213,7 +213,7 @@ class Planner:
             plan.num_examples = sum(counted)
         elif plan.slices is None:
             plan.num_examples = sum(self._size(label) or 0 for label in ys)
-        plan.examples = [(loss.context, number) for loss, number in zip(losses, counted)]
+        plan.examples = {loss.context: number for loss, number in zip(losses, counted)}
         plan.is_new, plan.shapes = False, [loss.shape for loss in losses]
 
     def _check_axis(self, label: Any) -> None:

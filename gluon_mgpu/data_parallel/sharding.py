@@ -16,10 +16,9 @@ from mxnet import Context
 from ..checks import explaining, flag, is_whole, short, whole_number
 from ..devices.select import check_contexts
 from ..devices.transfer import new_array, new_array_at_once, on_device
-from ..distributed.membership import has_own_batches, process_shard
+from ..distributed.membership import group, has_own_batches, process_shard
 from ..errors import ShardError
 from ..nested import Array, Fields, host_array, is_device_array, joinable, leaves, map_leaves, with_leaves
-from ..trainer.gradients import note_labels, note_split
 from .prepared import Place, slicer
 
 _MOST_SHARDS = 2**16  # no machine has more devices
@@ -42,6 +41,8 @@ class Split:
         operators may round differently in a part of another array. 0: one on each device.
     function : callable, optional
         Another function than `split_batch`, which divides them itself: d2l's, or the user's.
+    trains : bool
+        Whether they are trained on, so that the processes of a job compare the first one.
     """
 
     batch_axis: Any = 0
@@ -49,6 +50,7 @@ class Split:
     weights: Optional[Sequence[float]] = None
     virtual: int = 0
     function: Optional[SplitFunction] = None
+    trains: bool = True
 
     @property
     def label_axis(self) -> Any:
@@ -280,7 +282,7 @@ class SplitPlan:
     ) -> None:
         check_contexts(contexts, operation)
         rank, num_processes = process_shard()
-        self._is_shared = num_processes > 1
+        self._is_shared = num_processes > 1 and split.trains
         each = split.virtual // num_processes // len(contexts) or 1
         num_here = each * len(contexts)
         if num_processes > 1 and split.weights is not None:
@@ -288,8 +290,6 @@ class SplitPlan:
         self.num_examples = count_examples(operation, data, split.batch_axis)
         bounds = _bounds(operation, self.num_examples, num_here * num_processes, split)[rank * num_here : (rank + 1) * num_here]
         self.places = [(*pair, contexts[i // each]) for i, pair in enumerate(bounds) if pair[1] > pair[0]]
-        self._idle = frozenset(contexts) - {context for _, _, context in self.places}
-        self._divided = self.num_examples * (sum(end - begin for begin, end, _ in self.places) < self.num_examples)
         found = leaves_and_axes(data, split.batch_axis)
         self._loads = [_loads(operation, *one, self.places, split, is_prepared) for one in found]
         self._is_flat = type(data) in (tuple, Fields) and all(isinstance(one, (mx.nd.NDArray, np.ndarray)) for one in data)
@@ -312,10 +312,10 @@ class SplitPlan:
         return _part(data, batch_axis, self.places[0][0], self.places[-1][1]) if self.places else None
 
     def _columns(self, data: Any) -> List[List[Array]]:
-        note_split(self._idle, self._divided)
-        if self._is_shared:
+        processes = group() if self._is_shared else None
+        if processes is not None:
             is_pair = isinstance(data, Fields)
-            note_labels(partial(_checksum, data[1] if is_pair else data), are_pairs=is_pair)
+            processes.note_divided(self.num_examples, partial(_checksum, data[1] if is_pair else data), is_pair=is_pair)
         arrays = data if self._is_flat else [leaf for _, leaf in leaves(data)]
         return [load(leaf) for load, leaf in zip(self._loads, arrays)]
 

@@ -16,11 +16,11 @@ from ..errors import TrainerError
 from ..nested import Array, Fields
 from ..refusals import refusal
 from ..runtime.mxnet2 import require_np_arrays
-from ..trainer.gradients import note_parts
+from ..trainer.gradients import drop_flags
 from ..trainer.options import check_not_recording
 from ..trainer.parameters import has_values
 from ..trainer.process_sync import check_others
-from ..trainer.running_stats import note_examples, running_stats
+from ..trainer.running_stats import running_stats
 from ..trainer.trainer import Trainer
 from .batchnorm import check_shards
 from .compiled import make_passes
@@ -147,8 +147,8 @@ def compile_step(
     A compiled pass takes two calls of MXNet's C interface for each device, whatever the number of layers. So the host can keep
     more devices busy. Weights, running statistics and random numbers are those of `train_batch` with a network hybridized with
     `static_alloc=True, static_shape=True`, bit for bit; up to rounding if one output is computed from another. Weights may be
-    set, loaded, frozen and thawed between steps. A loop by hand with this trainer calls `mgpu.backward`, or `trainer.discard()`
-    before it: compiled steps look at no flag of a gradient.
+    set, loaded, frozen and thawed between steps. A loop by hand with this trainer calls `trainer.backward`, or first
+    `trainer.discard()`: compiled steps look at no flag of a gradient.
 
     Parameters
     ----------
@@ -233,7 +233,7 @@ class TrainStep:
         num_virtual = (trainer.virtual_shards or 0) * micro_steps
         split = as_split(operation, split_f, num_virtual)
         if num_virtual:
-            self.passes, micro_steps = VirtualPasses(self.passes, num_virtual, trainer, micro_steps), 1
+            self.passes, micro_steps = VirtualPasses(self.passes, num_virtual, micro_steps), 1
         self._trainer: Trainer = trainer
         self._operation, self._net = operation, net
         self._ignore_stale_grad, self._micro_steps = ignore_stale_grad, micro_steps
@@ -241,7 +241,7 @@ class TrainStep:
         self._check = check
         self._planner = Planner(operation, loss, split, trainer.contexts)
         self._split = split
-        self._stats: List[gluon.Parameter] = []
+        self._others: List[gluon.Parameter] = []  # the network's that the trainer does not have
         self._open = True  # whether shapes may be open
         self._in_flight: Deque[Tuple[List[Array], Checks]] = deque()  # losses of the latest batches
 
@@ -262,8 +262,6 @@ class TrainStep:
             if self.passes.in_parts:  # gradients of the last part, which another trainer must not take
                 self._trainer.gradients.drop_unused()
             raise
-        finally:
-            self._trainer.gradients.is_fixed = False
 
     def _train_parts(self, X: Any, y: Any) -> Batch:
         trainer, axis = self._trainer, self._split.batch_axis
@@ -274,8 +272,6 @@ class TrainStep:
         try:
             with trainer.accumulate():
                 batches = [self._train(Xp, yp) for Xp, yp in parts]
-            if len(parts) > 1:
-                note_parts(trainer.gradients)
             Trainer.flush(trainer, self._ignore_stale_grad)  # not LocalSGD's, which also averages the devices
         except BaseException:
             trainer.discard()  # a part of a batch must not count in the next
@@ -300,18 +296,16 @@ class TrainStep:
             check_shards(self._operation, self._net, len(Xs))
         if self._open and plan.is_new:  # batches of another form may reach other layers
             self._begin(X, y, Xs, ys)
-        trainer.gradients.begin_batch()
-        outputs, losses = passes.forward(self._operation, Xs, ys, plan)
-        trainer.gradients.fix(looks=not passes.is_compiled)  # a graph runs nothing that could change parameters
+        trainer.gradients.follow()  # graphs of the coming pass must not write into former arrays
+        outputs, losses, found = passes.run(self._operation, Xs, ys, plan, trainer, on_phase)
         if plan.is_new and self._check is not None:
             self._check(outputs, ys)
         checks = planner.check_labels(plan, outputs, y)
         divisor, own_units = planner.count(plan, losses, y, ys, is_compiled=passes.is_compiled)
-        on_phase("backward")
-        passes.backward(trainer, losses)
         on_phase("update")
-        if self._stats and not passes.in_parts:
-            note_examples(plan.examples, self._stats)
+        trainer.take(found)
+        if self._others and (passes.in_parts or self._micro_steps > 1):
+            drop_flags(self._others)
         trainer.step(divisor, self._ignore_stale_grad)
         on_phase("dispatch")
         self._in_flight.append((losses, checks))
@@ -342,8 +336,9 @@ class TrainStep:
         if group() is not None and isinstance(compared, WeakSet) and self._net not in compared:
             compared.add(self._net)
             check_others(self._operation, self._net, trainer.params)
-        self._stats = running_stats(self._net)
-        trainer.running_stats.add(self._stats)
+        own = set(map(id, trainer.params))
+        self._others = [param for param in params if id(param) not in own]
+        trainer.running_stats.add(running_stats(self._net))
 
 
 def check_trainer(operation: str, trainer: Any, net: Any, loss: Any) -> None:

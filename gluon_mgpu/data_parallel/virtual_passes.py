@@ -15,14 +15,15 @@ import mxnet as mx
 from mxnet import Context, autograd, gluon
 
 from ..distributed import process_shard
-from ..nested import Array, is_device_array, map_leaves
+from ..nested import is_device_array, map_leaves
 from ..refusals import refusal
-from ..trainer.gradients import empty_pass, note_parts, one_pass
+from ..trainer.gradients import Pass
 from ..trainer.running_stats import running_stats, statistics_slabs
 from ..trainer.slab import Slab, zero
 from ..trainer.trainer import Trainer
 from .batchnorm import is_synchronised
-from .passes import Passes
+from .passes import Outputs, Passes, Phase, Trained
+from .plan import Plan
 from .stats_of_parts import StatsOfParts
 
 
@@ -35,65 +36,68 @@ class VirtualPasses(Passes):
         Those of one shard.
     num_shards : int
         Over all processes; with several micro-steps, parts of virtual shards.
-    trainer : Trainer, optional
-        Given, the forward passes also queue the backward passes.
     parts : int
         The parts of each virtual shard, which are computed and added up like shards: micro-steps.
     """
 
     in_parts = True  # moves the statistics itself
 
-    def __init__(self, inner: Passes, num_shards: int, trainer: Optional[Trainer] = None, parts: int = 1) -> None:
-        super().__init__(inner._net, inner._loss, trains=trainer is not None)
-        self._inner, self._num_shards, self._trainer, self._parts = inner, num_shards, trainer, parts
+    def __init__(self, inner: Passes, num_shards: int, parts: int = 1) -> None:
+        super().__init__(inner._net, inner._loss, trains=inner._trains)
+        self._inner, self._num_shards, self._parts = inner, num_shards, parts
         self._params: List[gluon.Parameter] = []  # the running statistics
         self._known: List[object] = []  # what `_stats` depends on
         self._stats: List[StatsOfParts] = []  # on each device
         if is_synchronised(self._net):
             raise refusal("train_batch", "virtual_shards", "synchronised BatchNorm")
 
-    def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any = None) -> Tuple[List[Any], List[Array]]:
-        """Queue the passes of all virtual shards, with a trainer also their backward passes. Return outputs and losses."""
-        trainer = self._trainer
+    def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Optional[Plan] = None) -> Outputs:
+        """Queue the forward passes of all virtual shards."""
+        self._number(len(Xs))
+        found = [self._inner.forward(operation, [X], [y]) for X, y in zip(Xs, ys)]
+        return [output for (output,), _ in found], [loss for _, losses in found for loss in losses]
+
+    def _number(self, count: int) -> Tuple[int, int]:
+        """Number the virtual shards of this process; return how many it has, and the first one."""
         rank, num_processes = process_shard()
         num_here = self._num_shards // num_processes
         first = rank * num_here
-        self.shard_numbers = [(first + place) // self._parts for place in range(len(Xs))]
-        if trainer is None:
-            found = [self._inner.forward(operation, [X], [y]) for X, y in zip(Xs, ys)]
-            return [output for (output,), _ in found], [loss for _, losses in found for loss in losses]
+        self.shard_numbers = [(first + place) // self._parts for place in range(count)]
+        return num_here, first
+
+    def run(
+        self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Optional[Plan], trainer: Trainer, on_phase: Phase = bool
+    ) -> Trained:
+        """Queue the forward and backward passes of all virtual shards, one after the other on each device."""
+        num_here, first = self._number(len(Xs))
         outputs: List[Any] = [None] * len(Xs)
         losses: List[Any] = [None] * len(Xs)
         tree, contexts = trainer.tree, trainer.contexts
-        assert tree is not None, "the trainer has virtual shards"
+        assert tree is not None and plan is not None, "the trainer has virtual shards"
         virtual = tree.virtual
         trainer.exchange(plan.num_examples)  # the tree sums over the processes
         buffers, shapeless = trainer.gradients.current_slabs(), [one for one in trainer.params if one._data is None]
         gradients = tree.begin(buffers)
         stats = self._stats_of(contexts, buffers)
-        if not Xs:
-            empty_pass(trainer.gradients)
         each = num_here // len(contexts)
-        with one_pass(trainer.gradients):
-            for place in sorted(range(len(Xs)), key=lambda place: place % each):  # each device's first one, then the second ones
-                replica = place // each
-                if self._inner.draws is not False:
-                    mx.random.seed(virtual.seed_of(first + place), contexts[replica])
-                if place % each == 0 or not self._inner.is_compiled:  # a graph always writes the same gradients
-                    with autograd.pause():
-                        for buffer in buffers:
-                            zero(buffer.gradients[replica])
-                (output,), (loss,) = self._inner.forward(operation, [Xs[place]], [ys[place]])
-                self._inner.backward(trainer, [loss])
-                outputs[place] = map_leaves(lambda _, leaf: leaf.detach() if is_device_array(leaf) else leaf, output)
-                losses[place] = loss.detach()
+        passes: List[Pass] = []
+        for place in sorted(range(len(Xs)), key=lambda place: place % each):  # each device's first one, then the second ones
+            replica = place // each
+            if self._inner.draws is not False:
+                mx.random.seed(virtual.seed_of(first + place), contexts[replica])
+            if place % each == 0 or not self._inner.is_compiled:  # a graph always writes the same gradients
                 with autograd.pause():
-                    moved = stats[replica].take(loss.shape[0] if loss.shape else 1)
-                tree.add(first + place, replica, gradients[replica] + moved)
+                    for buffer in buffers:
+                        zero(buffer.gradients[replica])
+            (output,), (loss,), found = self._inner.run(operation, [Xs[place]], [ys[place]], None, trainer)
+            passes.append(found)
+            outputs[place] = map_leaves(lambda _, leaf: leaf.detach() if is_device_array(leaf) else leaf, output)
+            losses[place] = loss.detach()
+            with autograd.pause():
+                moved = stats[replica].take(loss.shape[0] if loss.shape else 1)
+            tree.add(first + place, replica, gradients[replica] + moved)
         if any(one._data is not None for one in shapeless):
             raise refusal(operation, "virtual_shards", "layers that only training reaches")
-        if len(Xs) > len(contexts):
-            note_parts(trainer.gradients)
         with autograd.pause():
             num_leaves = min(self._num_shards, plan.num_examples)
             root = tree.finish(num_leaves, self._num_shards, gradients[0] + stats[0].before)
@@ -102,10 +106,7 @@ class VirtualPasses(Passes):
                 own.move([mean.as_in_context(context) for mean in means])
         mx.random.seed(virtual.seed_of(self._num_shards))  # what a program draws after the batch does not depend on the devices
         virtual.batches += 1
-        return outputs, losses
-
-    def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
-        """Do nothing: the forward passes have queued the backward passes."""
+        return outputs, losses, trainer.gradients.joined(passes)
 
     def _stats_of(self, contexts: Sequence[Context], buffers: List[Slab]) -> List[StatsOfParts]:
         """Return BatchNorm's running statistics on each device, before a batch whose gradients are in these slabs."""

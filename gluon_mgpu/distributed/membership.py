@@ -7,7 +7,7 @@ import os
 import zlib
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import ContextManager, Iterator, List, Optional, Protocol, Sequence, Tuple, Union
+from typing import Callable, ContextManager, Iterator, List, Optional, Protocol, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -38,6 +38,15 @@ class Group:
     ----------
     process : Process
 
+    Attributes
+    ----------
+    has_divided : bool
+        Whether this process has divided a batch that processes share.
+    num_divided : int
+        The examples of the latest such batch.
+    labels : tuple of int
+        Checksums of the first one since the latest trainer was made, the labels last.
+
     Raises
     ------
     ProcessError
@@ -58,6 +67,14 @@ class Group:
         self._notes = notes.reshape(process.local_processes, -1)[process.local_rank]
         self._calls, self._kinds = 0, 0
         self._numbers: Optional[Tuple[Array, QueuedSum]] = None  # one of each process, and what exchanges them
+        self.has_divided, self.num_divided = False, 0
+        self.labels: Tuple[int, ...] = ()
+
+    def note_divided(self, num_examples: int, checksum: Callable[[], int], *, is_pair: bool) -> None:
+        """Note a batch of which this process takes a part: its labels are those of a pair, or the second array alone."""
+        self.has_divided, self.num_divided = True, num_examples
+        if len(self.labels) < 2:
+            self.labels += (checksum(),) * (1 + is_pair)
 
     def _note(self, kind: bytes) -> None:
         """Note a collective call where the launcher sees it: it ends a job in which processes wait for each other for ever."""

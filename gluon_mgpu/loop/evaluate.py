@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Union
 
 from mxnet import Context, autograd, gluon
@@ -16,7 +17,6 @@ from ..data_parallel.sharding import Split, SplitFunction, split_batch
 from ..data_parallel.step import Batch, check_network
 from ..data_parallel.virtual_passes import VirtualPasses
 from ..devices.select import check_contexts
-from ..trainer.gradients import latest_split, restore_split
 from ..trainer.parameters import average_replicas, devices_of
 from ..trainer.replica_check import ReplicaComparison
 from ..trainer.tree_sum import VirtualShards
@@ -134,7 +134,7 @@ class EvalStep:
             check_function(operation, "loss", loss, advice="Pass a loss of gluon.loss, or None.")
         self.places: List[Place] = []  # the shards of the latest batch, if its plan tells
         self._operation, self._passes, self._split = operation, passes, split
-        self._planner = Planner(operation, loss, split, devices)
+        self._planner = Planner(operation, loss, replace(split, trains=False), devices)
 
     def __call__(self, X: Any, y: Any) -> Batch:
         """Evaluate one batch. It records nothing, even inside `autograd.record`."""
@@ -143,9 +143,7 @@ class EvalStep:
 
     def _evaluate(self, X: Any, y: Any) -> Batch:
         planner, passes = self._planner, self._passes
-        trained = latest_split()
         plan, Xs, ys = planner.split(X, y)
-        restore_split(trained)
         Xs, ys = passes.arrange(self._operation, Xs, ys, self._split)
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
         checks = planner.check_labels(plan, outputs, y)

@@ -8,7 +8,7 @@ import mxnet as mx
 from mxnet import gluon
 
 from ..data.iterators import as_pair, batches_of, check_iterable, no_batch
-from ..data_parallel.passes import Passes, run_backward
+from ..data_parallel.passes import Passes
 from ..data_parallel.plan import as_split
 from ..data_parallel.sharding import SplitFunction, leaves_and_axes, split_batch
 from ..data_parallel.step import check_network
@@ -16,6 +16,7 @@ from ..distributed import any_process, group, own_batches
 from ..errors import TrainerError
 from ..nested import Array, is_device_array, is_float, leaves
 from ..refusals import refusal
+from ..trainer.backward import differentiate
 from ..trainer.parameters import average_replicas, devices_of, spans_devices, trainers_of
 from ..trainer.running_stats import RunningStats, is_running_stat, running_stats
 from ..trainer.sums import make_sum
@@ -76,15 +77,15 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
             with own_batches(reads_own):
                 Xs, ys = split_f(*as_pair(item, "update_bn"), devices)
             _, zeros = passes.forward("update_bn", Xs, ys)
-            run_backward(zeros)  # MXNet moves the statistics in it
-            moved.count([(first.context, first.shape[at]) for X in zip(Xs, ys) for _, first, at in leaves_and_axes(X, axis)[:1]])
+            differentiate("update_bn", zeros)  # MXNet moves the statistics in it
+            moved.count({first.context: first.shape[at] for X in zip(Xs, ys) for _, first, at in leaves_and_axes(X, axis)[:1]})
             if group() is None:  # processes may have other numbers of batches
                 mx.nd.waitall()  # a static graph writes them without telling the engine
-                moved.move([], ())
+                moved.move([])
         if not any_process(item is not None):
             raise no_batch("update_bn")
         mx.nd.waitall()
-        moved.move([], ())
+        moved.move([])
     except BaseException:
         mx.nd.waitall()
         for array, former in before:

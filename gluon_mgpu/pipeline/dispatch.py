@@ -14,7 +14,8 @@ from mxnet import Context, MXNetError, autograd
 from ..checks import OF_WRONG_DATA, instance
 from ..data_parallel.batchnorm import is_synchronised
 from ..data_parallel.graph import draws_numbers
-from ..data_parallel.passes import Passes, raise_named
+from ..data_parallel.passes import Passes, Phase, Trained, raise_named
+from ..data_parallel.plan import Plan
 from ..data_parallel.sharding import Split, count_examples, split_data
 from ..data_parallel.stats_of_parts import StatsOfParts
 from ..devices.transfer import as_in_context
@@ -25,8 +26,8 @@ from ..runtime.c_api import unallocated
 from ..runtime.device_threads import in_own_thread
 from ..runtime.engine_push import queue_in_order
 from ..runtime.profiler import Recording, task_mark
-from ..trainer.gradients import empty_pass, note_parts, one_pass
-from ..trainer.running_stats import is_running_stat, note_examples, statistics_slabs
+from ..trainer.gradients import Pass
+from ..trainer.running_stats import is_running_stat, statistics_slabs
 from ..trainer.trainer import Trainer
 from .schedule import Task, simulate
 from .stage import NETWORK, Source, Stages, check_outputs
@@ -166,10 +167,10 @@ class PipelinePasses(Passes):
                     arranged.append((one, as_in_context(part, device)))
         return [one for one, _ in arranged], [part for _, part in arranged]
 
-    def forward(self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Any = None) -> Tuple[List[Any], List[Array]]:
-        """Dispatch the tasks of all micro-batches, with a trainer also their backward passes. Return outputs and losses."""
-        if self._trainer is None:
-            return super().forward(operation, Xs, ys)
+    def run(
+        self, operation: str, Xs: Sequence[Any], ys: Sequence[Any], plan: Optional[Plan], trainer: Trainer, on_phase: Phase = bool
+    ) -> Trained:
+        """Dispatch the tasks of all micro-batches, forward and backward, as the schedule alternates them."""
         if is_synchronised(self._net):
             raise refusal(operation, "Pipeline", "synchronised BatchNorm")
         micro_batches: List[_MicroBatch] = []
@@ -180,28 +181,18 @@ class PipelinePasses(Passes):
             micro_batches.append(_MicroBatch(shard, X, parts, sizes, {NETWORK: self.pipeline.stages.inputs(X)}))
             own.setdefault(replica, []).append(micro_batches[-1])
             shard += len(sizes)
-        scale = 1.0 if self._trainer.loss_scaler is None else self._trainer.loss_scaler.begin()
-        if not micro_batches:
-            note_examples((), self._params)
-            empty_pass(self._trainer.gradients)
-            return [], []
-        for one, seeds in zip(micro_batches, self._seeds()):  # a batch that is refused draws none
+        scale = 1.0 if trainer.loss_scaler is None else trainer.loss_scaler.begin()
+        for one, seeds in zip(micro_batches, self._seeds() if micro_batches else ()):  # a batch that is refused draws none
             one.seeds = seeds
-        run = _Run(operation, self.pipeline, self._loss, scale)
+        task_run = _Run(operation, self.pipeline, self._loss, scale)
         planned = [(begin, replica, task) for replica, ones in own.items() for begin, task in self._simulate(len(ones))]
         planned.sort(key=itemgetter(0, 1))
         places = self._prepared()
         adds = self.pipeline.micro_batches > 1 or self._shares
-        with self._trainer.gradients.adding() if adds else one_pass(self._trainer.gradients):
-            examples = run.dispatch([(places[replica][task.stage], task, own[replica]) for _, replica, task in planned])
-        if adds:
-            note_parts(self._trainer.gradients)
-        note_examples(examples.items(), self._params)
-        found = [(one.results[part], one.losses[part]) for one in micro_batches for part in range(len(one.ys))]
-        return [result for result, _ in found], [loss for _, loss in found]
-
-    def backward(self, trainer: Trainer, losses: Sequence[Array]) -> None:
-        """Do nothing: the forward passes have dispatched the backward passes, as the schedule alternates them."""
+        with trainer.gradients.adding() if adds and micro_batches else trainer.gradients.one_pass() as found:
+            examples = task_run.dispatch([(places[replica][task.stage], task, own[replica]) for _, replica, task in planned])
+        results = [(one.results[part], one.losses[part]) for one in micro_batches for part in range(len(one.ys))]
+        return [result for result, _ in results], [loss for _, loss in results], Pass(found.written, examples)
 
     def _prepared(self) -> List[List[_Place]]:
         """Return the stages of each replica on their devices."""

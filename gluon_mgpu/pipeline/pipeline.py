@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Optional, Sequence, Union
 
-from mxnet import Context, autograd, gluon, initializer
+from mxnet import Context, gluon, initializer
 
 from ..checks import flag, one_of, short, whole_number
 from ..data_parallel.batchnorm import SyncBatchNorm
@@ -15,7 +15,7 @@ from ..nested import Array
 from ..runtime.mxnet2 import SyncBatchNorm as GluonSyncBatchNorm
 from ..runtime.mxnet2 import require_mxnet1
 from ..trainer.parameters import blocks_of
-from ..trainer.running_stats import is_running_stat, note_stages
+from ..trainer.running_stats import is_running_stat
 from ..trainer.trainer import Trainer
 from .dispatch import PipelinePasses
 from .schedule import SCHEDULES
@@ -160,8 +160,6 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         """
         arrays = self.stages.inputs(X)
         replica = self.replica_of(arrays[0].context)
-        if autograd.is_recording():
-            note_stages(self.devices[replica])
         outputs: Dict[int, List[Array]] = {NETWORK: arrays}
         for number in [*range(self.num_stages - self.num_parts), self.num_stages - 1]:
             read = [outputs[producer][at] for producer, at in self.stages.sources(number, outputs)]

@@ -169,5 +169,12 @@ class Flags:
 
     def clear(self) -> None:
         """Clear all flags."""
-        if any(map(_LOCKED.MXNDArraySetGradState, self._handles, repeat(0))):
+        self._put_all(0)
+
+    def set(self) -> None:
+        """Set all flags."""
+        self._put_all(1)
+
+    def _put_all(self, value: int) -> None:
+        if any(map(_LOCKED.MXNDArraySetGradState, self._handles, repeat(value))):
             check_call(-1)

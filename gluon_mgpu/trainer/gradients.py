@@ -1,27 +1,24 @@
-"""Which gradients a step takes: for each parameter, what the last pass wrote; zeros for devices that it did not reach.
+"""Which gradients a step uses: those that one backward pass over all devices has written, and zeros elsewhere.
 
 ```
-flags of a parameter on 3 devices     before     the pass writes     after
+a parameter's gradients on 3 devices  before     the pass writes     after
 a batch with 2 shards                 1 1 1      1 1 0               1 1 0    device 2 holds another pass's gradient: zero
 a parameter that it does not reach    1 1 1      0 0 0               1 1 1    still the gradient of the pass before
 ```
 
-A pass is a batch of `train_batch`, of a compiled step or of a pipeline (with `micro_steps`, a part of one), or one call of
-`mgpu.backward`. Plain loops call `autograd.backward` or `loss.backward()`: there the flags count as MXNet sets them, as in Gluon.
-Compiled steps know what they write, and look at no flag. One that is set after them may be older, so the step of a plain loop
-raises then.
+`train_batch`, compiled steps, pipelines and `trainer.backward` make such a pass, a `Pass`; with `micro_steps`, one for each part
+of a batch. Plain loops call `autograd.backward` or `loss.backward()`. There MXNet's flags count, as in Gluon: what was written
+since the trainer's last step.
 """
 
 from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import compress, filterfalse
-from operator import attrgetter, is_not
-from typing import Callable, Dict, FrozenSet, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
-from weakref import WeakSet, WeakValueDictionary
+from operator import attrgetter
+from typing import Collection, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import mxnet as mx
 import numpy as np
@@ -36,42 +33,35 @@ from .layout import Layout
 from .slab import Bucket, Moves, Slab, forget_graphs, zero
 
 _GRAD = attrgetter("_grad")
-_EACH_DEVICE = "calls of mgpu.backward on one device each"
-_IDLE = "devices that the latest split left without examples"
-_PARTS = "the parts of a batch of another trainer, one by one (micro_steps, virtual_shards or micro_batches)"
-_EMPTY = "a pass before one without examples in this process"
-_SPLIT = " If that split was of another batch: split this one with split_batch, too, and the next one after step()."
 _MOST_NAMES = 5  # in an error
 Table = np.ndarray  # of bool: one element for each parameter with a gradient and each of its replicas
+Examples = Mapping[Context, float]  # of a pass, on each device
 
 
-class _Written(NamedTuple):
-    """What the latest pass wrote, the flags after it, and the number of steps before it."""
+@dataclass
+class Pass:
+    """What one backward pass over all devices has left.
 
-    written: Table
-    flags: Table
-    num_steps: int
+    Attributes
+    ----------
+    written : array of bool, optional
+        Which gradients hold what the next step uses; None: all.
+    examples : mapping of Context to number
+        Those of each device.
+    is_current : bool
+        Whether the step that follows need not look at the parameters again.
+    is_of_graph : bool
+        Whether bound graphs wrote them, which set no flags.
+    """
 
-
-class _Marked(NamedTuple):
-    """What passes without autograd through these parameters on these devices write, and their gradients on other devices."""
-
-    params: Mapping[int, gluon.Parameter]
-    contexts: List[Context]
-    written: Table
-    idle: Table
+    written: Optional[Table]
+    examples: Examples
+    is_current: bool = False
+    is_of_graph: bool = False
 
 
 class Gradients:
-    """The gradients of a network on all devices: which ones are fresh, and their sums over several passes.
-
-    ```
-    state        set by                                           until                         the next step
-    _is_full     a pass that has written all of them              it is used, or shared         reads no flag
-    _is_behind   a compiled step that has written all of them     a recorded pass, or drop()    raises if a flag is set
-    _is_lost     a pass into arrays that Gluon has replaced       the next pass                 raises
-    _doubt       passes that do not belong together               a pass that has written all   raises, and says which
-    ```
+    """The gradients of a network on all devices: which ones a step uses, and their sums over several passes.
 
     Parameters
     ----------
@@ -81,34 +71,29 @@ class Gradients:
 
     Attributes
     ----------
+    latest : Pass or None
+        The pass that the next step uses. None: MXNet's flags count.
     all_take_part : bool
         Also parameters without a gradient in this process take part in a step: other processes may have one.
     has_counted : bool
         Passes were counted that no update has used.
-    is_reached : bool
-        Whether the latest pass has written one of them.
     version : pair of int
         Changes when parameters move, get other arrays, or other multipliers.
-    is_fixed : bool
-        No parameter changes now: in `train_batch`, after the forward pass.
     """
 
     def __init__(self, layout: Layout, *, find_unused: bool) -> None:
         self._layout = layout
+        self.latest: Optional[Pass] = None
         self.all_take_part = group() is not None
-        self.has_counted = self.is_reached = self.is_fixed = False
+        self.has_counted = False
         self._find_unused = find_unused
         self._sums: Dict[Union[Bucket, Tuple[int, ...]], List[Array]] = {}  # of counted passes, one per replica
         self._reached: Set[int] = set()  # parameters that counted passes have written
         self._own: List[Tuple[Array, Array]] = []  # gradients that hold a sum over devices, each with a copy of the device's own
-        self._doubt = ""  # what makes the gradients ambiguous
-        self._parts: Set[int] = set()  # parameters that a batch of another trainer has written part by part
-        self._is_lost = self._is_behind = False  # see above
+        self._adding: Set[gluon.Parameter] = set()  # while several passes are one
+        self._are_unread = False  # compiled steps came since the flags were cleared: one that is set may be older
+        self._is_running = threading.Lock()  # a pass
         self._watch()
-        for one in _alive():  # whose steps may be of the same parameters
-            one._is_full = False
-            self._is_behind = self._is_behind or (one._is_behind and one.shares(self))
-        _all[id(self)] = self
 
     def _watch(self) -> None:
         """Find the parameters that have gradients now."""
@@ -120,25 +105,175 @@ class Gradients:
         self._indices = np.array([index for index, _ in self._entries], dtype=int)
         self._contexts = [context for index in found for context in contexts_of[index]]
         self._flags = Flags([weight for index in found for weight in params[index]._data])
-        self._running_indices = {index for index in found if params[index].grad_req == "add" and params[index] not in _adding}
+        self._running_indices = {
+            index for index in found if params[index].grad_req == "add" and params[index] not in self._adding
+        }
         self._all = np.ones(len(self._entries), dtype=bool)
         self._running = np.array([index in self._running_indices for index, _ in self._entries], dtype=bool)
-        self._latest: Optional[_Written] = None
-        self._marked: _Marked = _Marked({}, [], self._running, self._running)
-        self._is_full = False  # whether passes have written all, so that no flag must be read
+
+    def follow(self, *, looks: bool = True, by_hand: bool = False) -> bool:
+        """Put parameters into buckets that have moved, and watch again what has changed: see `look`, and `Layout.follow`."""
+        self._layout.follow(looks=looks, by_hand=by_hand)
+        return self._watch_again()
+
+    def look(self) -> bool:
+        """Look at the parameters, and watch again what has changed; they stay where a recorded pass has found them.
+
+        Return whether a pass recorded before now may write into arrays that Gluon has replaced: MXNet's static graphs keep
+        theirs, unless grad_req is another one than in their last pass.
+        """
+        self._layout.look()
+        return self._watch_again()
+
+    def _watch_again(self) -> bool:
+        if self.version == (Moves.count, self._layout.version):
+            return False
+        params, latest, entries, seen, reqs = self._layout.params, self.latest, self._entries, self._seen, self._reqs
+        self._watch()
+        if latest is not None:  # arrays that are new since hold nothing of it
+            written = set(entries if latest.written is None else compress(entries, latest.written.tolist()))
+            stay = [one is other for one, other in zip(seen, self._seen)]
+            table = np.array([stay[entry[0]] and entry in written for entry in self._entries], dtype=bool)
+            self.latest = replace(latest, written=table)
+        replaced = {id(param) for param, old in zip(params, seen) if old and param._grad is not old}
+        return bool(replaced) and forget_graphs(replaced) and reqs == self._reqs
+
+    # Passes
+
+    @contextmanager
+    def one_pass(self, *, keeps: bool = False) -> Iterator[Pass]:
+        """Let all backward calls inside be one pass over all devices. Yield the pass, complete at the end, without examples.
+
+        With `keeps`, gradients of parameters that it does not reach stay those of earlier passes; otherwise they are dropped.
+
+        Raises
+        ------
+        TrainerError
+            Another thread runs a pass of this trainer; or, with `keeps`, an earlier pass without a step was on other devices.
+        """
+        if not self._is_running.acquire(blocking=False):
+            raise TrainerError(
+                "Trainer.backward: got a call while another thread runs one of this trainer; expected one pass over all devices. "
+                "Call trainer.backward(losses) once with the losses of all devices."
+            )
+        found, latest = Pass(None, {}), self.latest if keeps else None
+        try:
+            if self.look():
+                raise refusal("Trainer.backward", "static_shape", "a loop by hand after a change of grad_req")
+            former = self._fresh() & (self._all if keeps else self._running)
+            self._clear(everything=True)
+            try:
+                yield found
+                found.written = self._end(former, latest)
+            except BaseException:
+                self._clear(everything=True)
+                raise
+        finally:
+            self._is_running.release()
+
+    def _end(self, former: Table, latest: Optional[Pass]) -> Table:
+        self._watch_again()
+        written = self._flags.read()
+        if len(former) != len(written):  # a parameter was frozen or thawed inside
+            former = np.zeros_like(written)
+        reached = self._reached_by(written)
+        if latest is not None and latest.written is not None and len(latest.written) == len(written):
+            alone = written & ~self._running
+            shares = (self._reached_by(latest.written) & self._reached_by(alone)).any()
+            if shares and not (latest.written & alone).any():
+                raise TrainerError(
+                    "Trainer.backward: got passes over different devices, and no step between them; expected one over all. Call "
+                    "trainer.backward(losses) once with the losses of all devices, and discard() after a pass that no step uses."
+                )
+        self._flags.clear()  # from now on, they show passes that came later
+        return written | (former & ~reached)
+
+    def counted(self, found: Pass, losses: Sequence[Array]) -> Pass:
+        """Return a pass from these losses with its examples: divided equally if it has reached a device without a loss."""
+        examples, written = examples_of(losses, self._layout.stages_before), found.written
+        assert written is not None, "it has ended"
+        reached = self._devices_of(written)
+        if self._entries and not reached:
+            examples = {}
+        elif not reached.issubset(examples):
+            examples = dict.fromkeys(reached, sum(examples.values()) / len(reached))
+        return Pass(written, examples)
+
+    def by_graphs(self, params: Mapping[int, gluon.Parameter], examples: Examples) -> Pass:
+        """Return a pass whose graphs have written the gradients of these parameters, by their ids, on the devices of examples."""
+        own = [id(self._layout.params[index]) in params for index, _ in self._entries]
+        written = np.array([is_own and context in examples for is_own, context in zip(own, self._contexts)], dtype=bool)
+        return Pass(None if written.all() else written, examples, is_current=True, is_of_graph=True)
+
+    def joined(self, passes: Sequence[Pass]) -> Pass:
+        """Return the pass that these are parts of, without examples."""
+        tables = [self._all if one.written is None else one.written for one in passes]
+        return Pass(np.logical_or.reduce([np.zeros_like(self._all), *tables]), {})
+
+    def take(self, found: Pass) -> None:
+        """Let the next step use a pass."""
+        if found.is_of_graph and not self._are_unread:
+            self.drop_unused()
+            self._are_unread = not self._running_indices
+        self.latest = found
+
+    @contextmanager
+    def adding(self) -> Iterator[Pass]:
+        """Let the gradients of all backward passes inside add up: they are one pass."""
+        params = [self._layout.params[index] for index in self._layout.trainable]
+        writing = [param for param in params if param.grad_req == "write" and param._grad]
+        sparse = [param.name for param in writing if param._grad_stype != "default"]
+        if sparse:
+            raise TrainerError(
+                f"Trainer: got the sparse gradient of {sparse[0]} and several passes over each device; expected dense gradients, "
+                "which MXNet can add up. Leave sparse_grad out of Embedding."
+            )
+        with autograd.pause():
+            self._zero(~self._running, self._layout.slabs)
+        with self.one_pass() as found:
+            self._adding = set(writing)
+            _mark(writing, "add")
+            try:
+                yield found
+            finally:
+                _mark(writing, "write")
+                self._adding = set()
+
+    def unused(self) -> Examples:
+        """Return one example for each device whose flags show a gradient that no step has used or counted."""
+        return {} if self.latest is not None else dict.fromkeys(self._devices_of(self.read()), 1.0)
+
+    def has_new(self) -> bool:
+        """Return whether there is a gradient that was not used or counted."""
+        return bool(self.read().any())
+
+    def read(self) -> Table:
+        """Return which gradients were not used or counted."""
+        self.look()
+        return self._fresh()
+
+    def _fresh(self) -> Table:
+        """Return which gradients the next step uses."""
+        latest = self.latest
+        if latest is None:
+            return np.zeros_like(self._all) if self._are_unread else self._flags.read()
+        if latest.written is None:
+            return self._all
+        return latest.written
 
     # Steps
 
-    def collect(self, ignore_stale_grad: bool) -> List[Slab]:
-        """Return the slabs that take part in this step, with zeros where a device has no gradient.
+    def collect(self, ignore_stale_grad: bool, num_examples: Optional[float] = None) -> Tuple[List[Slab], Examples]:
+        """Return the slabs that take part in this step, with zeros where a device has no gradient; and examples of flags.
 
         A device whose data did not reach a parameter, or that got no data, still holds the gradient of an earlier step. It adds
         zero to this step's sum. A parameter without a gradient on any device is left out.
 
         Returns
         -------
-        list of Slab
-            The same list while every parameter takes part and none was moved.
+        list of Slab, mapping of Context to number
+            The same list while every parameter takes part and none was moved. After MXNet's own `backward`, one example for each
+            device that has a gradient; none for a `Pass`, which has its own.
 
         Raises
         ------
@@ -148,9 +283,9 @@ class Gradients:
             The passes of the gradients are ambiguous. Nothing was changed.
         """
         layout = self._layout
-        fresh = self._of_step()
+        fresh, examples = self._of_step(num_examples)
         slabs = layout.slabs
-        is_whole = not (self.has_counted or layout.shapeless) and (self._is_full or fresh.all())
+        is_whole = not (self.has_counted or layout.shapeless) and bool(fresh is self._all or fresh.all())
         if not is_whole and (layout.shapeless or not self.all_take_part):
             used = self._used(fresh)
             self._check_unused(used, ignore_stale_grad)
@@ -160,7 +295,7 @@ class Gradients:
         if not is_whole:
             self._zero(~fresh & ~self._running, layout.slabs if self.has_counted else slabs)
             self._add_sums()
-        return slabs
+        return slabs, examples
 
     def check_summed(self, slabs: Sequence[Slab], ignore_stale_grad: bool) -> None:
         """Raise unless these slabs, whose gradients were summed and marked as used, can be applied.
@@ -184,17 +319,16 @@ class Gradients:
         """Note that all gradients were applied or dropped: they are stale until the next backward pass."""
         self._clear()
         self.has_counted, self._sums, self._reached = False, {}, set()
-        _now.end_step()
 
-    def count(self, *, adds: bool) -> None:
-        """Add the gradients of the latest pass to the sums; without `adds`, only note which ones it has written.
+    def count(self, num_examples: float, *, adds: bool) -> Examples:
+        """Add the gradients of the latest pass to the sums; without `adds`, only note which ones. See `collect`.
 
         Raises
         ------
         StaleGradientError
             There are none. Nothing was changed.
         """
-        fresh = self._of_step()
+        fresh, examples = self._of_step(num_examples)
         if len(fresh) and not fresh.any() and not self.all_take_part:
             raise StaleGradientError(
                 "Trainer.step: got no gradient on any device since the last step; expected a backward pass for each step that is "
@@ -205,11 +339,11 @@ class Gradients:
         if adds:
             with autograd.pause():
                 self._zero(~fresh & ~self._running, self._layout.slabs)
-                for slab in filterfalse(self._is_running, self._layout.slabs):
+                for slab in filterfalse(self._is_running_sum, self._layout.slabs):
                     for total, gradient in zip(self._sums_of(slab), slab.gradients):
                         _add(total, gradient, total)
         self._clear()
-        _now.end_step()
+        return examples
 
     def put_back_running(self) -> None:
         """Restore each device's own running sums (`grad_req="add"`), which the sums over devices have replaced for one update."""
@@ -222,7 +356,8 @@ class Gradients:
 
     def drop(self) -> None:
         """Drop all gradients that no step has used, also running sums."""
-        self._is_behind, self._own = False, []
+        self._own = []
+        self._clear(everything=True)
         self.mark_used()
         with autograd.pause():
             for index in self._running_indices:  # which may have no place in a slab yet
@@ -232,12 +367,11 @@ class Gradients:
     def drop_unused(self) -> None:
         """Drop gradients that no step has used or counted, except for running sums."""
         kept = self.read() & self._running
-        self._is_behind = False
-        self._clear()
+        self._clear(everything=True)
         self._flags.put(kept, True)
 
     def current_slabs(self) -> List[Slab]:
-        """Return the slabs of all trained parameters, for virtual shards. `begin_batch` has put them into their places before.
+        """Return the slabs of all trained parameters, for virtual shards. `follow` has put them into their places before.
 
         Raises
         ------
@@ -248,71 +382,36 @@ class Gradients:
             raise refusal("Trainer", "virtual_shards", "grad_req='add'")
         return self._layout.slabs
 
-    def has_new(self) -> bool:
-        """Return whether there is a gradient that was not used or counted."""
-        return self._is_full or (not self._is_behind and bool(self.read().any()))
-
-    def begin_batch(self) -> None:
-        """Put parameters into buckets that have moved: graphs of the coming pass must not write into former arrays."""
-        self.is_fixed = False
-        self._layout.follow()
-        self._follow(looks=False)
-
     def watch(self, *blocks: object) -> None:
         """Check the graphs of a network and a loss in addition to those of the trainer's network."""
         self._layout.watch(*blocks)
 
-    def fix(self, *, looks: bool) -> None:
-        """Look at the parameters no more for this batch; now once more, after a forward pass that runs Python."""
-        if looks:
-            self._layout.look()
-            if self._layout.has_new_graphs:
-                self._layout.check_graphs()
-        self.is_fixed = True
-
-    @contextmanager
-    def adding(self) -> Iterator[None]:
-        """Let the gradients of all backward passes inside add up: they are one pass."""
-        params = [self._layout.params[index] for index in self._layout.trainable]
-        writing = [param for param in params if param.grad_req == "write" and param._grad]
-        sparse = [param.name for param in writing if param._grad_stype != "default"]
-        if sparse:
-            raise TrainerError(
-                f"Trainer: got the sparse gradient of {sparse[0]} and several passes over each device; expected dense gradients, "
-                "which MXNet can add up. Leave sparse_grad out of Embedding."
-            )
-        with autograd.pause():
-            self._zero(~self._running, self._layout.slabs)
-        with one_pass(self):
-            _mark(writing, "add")
-            try:
-                yield
-            finally:
-                _mark(writing, "write")
-
-    def _of_step(self) -> Table:
-        """Return which gradients are fresh, for a step; raise `TrainerError` if their passes are ambiguous."""
-        self._layout.follow(looks=not self.is_fixed, by_hand=not self.is_fixed)
-        self._is_lost = self._follow(looks=False) or self._is_lost
-        fresh = self._read()
-        if not (fresh.any() or (len(fresh) and self._doubt == _PARTS)):
-            return fresh
-        if self._is_lost:
+    def _of_step(self, num_examples: Optional[float]) -> Tuple[Table, Examples]:
+        """Return which gradients a step uses, and examples: see `collect`. Raise `TrainerError` if that is ambiguous."""
+        latest = self.latest
+        is_lost = self.follow(looks=latest is None or not latest.is_current, by_hand=latest is None)
+        fresh, are_set = self._fresh(), latest is None and self._flags.read().any()
+        if is_lost and are_set:
             raise refusal("Trainer.step", "static_shape", "a loop by hand after a change of grad_req")
-        if self._doubt == _EMPTY:
-            raise refusal("Trainer.step", "several processes", "several passes before a step")
-        if self._is_behind and not self._is_full:
+        if self._are_unread and are_set:
             raise refusal("Trainer.step", "compile_step()", "loss.backward()")
-        if self._own:
+        if self._own and fresh.any():
             raise refusal("Trainer.step", "allreduce_grads()", "another pass with grad_req='add'")
-        doubt = _IDLE if _now.idle and (fresh & self._idle()).any() else self._doubt
-        if doubt and not (doubt == _PARTS and fresh.any() and self._parts.issubset(self._indices[fresh].tolist())):
+        if latest is not None:
+            if not latest.is_current and self._flags.read().any():
+                raise refusal("Trainer.step", "trainer.backward()", "loss.backward()")
+            return fresh, {}
+        if num_examples is not None and len(self._devices_of(fresh & ~self._running)) > max(num_examples, 1):
             raise TrainerError(
-                f"Trainer.step: got gradients of {self._layout.params[self._entries[0][0]].name} and others from several "
-                f"backward passes: those of {doubt}; expected those of one pass. Call mgpu.backward([...]) once with the losses "
-                f"of all devices, and discard() after a pass that no step must use.{_SPLIT if doubt == _IDLE else ''}"
+                f"Trainer.step: got gradients on {len(self._devices_of(fresh))} devices for {num_examples} examples; expected at "
+                "most as many devices, as others hold those of another pass. Call trainer.backward(losses) instead of "
+                "autograd.backward(losses), also where losses are averaged and this number is 1; or trainer.discard() after a "
+                "pass that no step uses."
             )
-        return fresh
+        return fresh, dict.fromkeys(self._devices_of(fresh), 1.0)
+
+    def _devices_of(self, which: Table) -> Set[Context]:
+        return set(compress(self._contexts, which.tolist()))
 
     def _used(self, fresh: Table) -> List[int]:
         """Return the parameters that have a fresh gradient, or a sum, on some device."""
@@ -347,10 +446,10 @@ class Gradients:
         """Copy the devices' own running sums in these slabs, before they are summed over the devices."""
         self.put_back_running()
         with autograd.pause():
-            for slab in filter(self._is_running, slabs):
+            for slab in filter(self._is_running_sum, slabs):
                 self._own += [(gradient, gradient.copy()) for gradient in slab.gradients]
 
-    def _is_running(self, slab: Slab) -> bool:
+    def _is_running_sum(self, slab: Slab) -> bool:
         """Return whether its gradients are running sums: all of a bucket have one grad_req."""
         return slab.indices[0] in self._running_indices
 
@@ -370,195 +469,16 @@ class Gradients:
             self._sums[key] = [mx.nd.zeros_like(one.as_nd_ndarray()) for one in (slab.bucket or slab).gradients]
         return [one[slab.begin : slab.end] for one in self._sums[key]] if slab.bucket else self._sums[key]
 
-    # Passes
-
-    def read(self) -> Table:
-        """Return which gradients are fresh."""
-        self._follow()
-        return self._read()
-
-    def _read(self) -> Table:
-        return self._all if self._is_full else self._flags.read()
-
-    def begin_pass(self, own: Optional[Gradients]) -> Table:
-        """Clear flags, so that new ones show what the pass writes. Return the former ones; of the `own`, only running sums."""
-        self._is_lost = self._follow()  # the forward pass is over
-        fresh = self.read()
-        self._flags.put(fresh, False)
-        self._is_full = False
-        if self is own:  # its earlier passes are dropped
-            self._doubt, self._latest, self._parts = "", None, set()
-        return fresh & self._running if self is own else fresh
-
-    def end_pass(self, before: Table, written: Table, *, is_alone: bool) -> None:
-        """Set the flags again of parameters that the pass has not written. If it has written all, a step need not read them.
-
-        `is_alone`: no step of other trainers uses gradients of the same parameters before.
-        """
-        reached = self._reached_by(written)
-        if len(before) != len(written):  # a parameter was frozen or thawed inside
-            before = np.zeros_like(written)
-        kept = before & ~reached
-        if not kept.any():
-            self._is_behind = False
-        self._flags.put(kept, True)
-        self._is_full = is_alone and bool(written.all())
-        self.is_reached = bool(written.any()) or not len(written)  # without trained parameters, it is unknown
-        if written.any():
-            last = self._latest
-            alone = written & ~self._running
-            if last is not None and last.num_steps == _now.num_steps and self._are_apart(last.written, alone):
-                self._doubt = _EACH_DEVICE
-            elif reached.all():
-                self._doubt = ""
-            self._latest = _Written(written, written | kept, _now.num_steps)
-
-    def end_empty_pass(self, own: Optional[Gradients], *, has_others: bool) -> None:
-        """Drop the gradients of earlier passes: in other processes, this one has replaced them.
-
-        With trainers of other parameters, the pass may have been through theirs alone, unless a step came before it.
-        """
-        fresh, last = self.read() & ~self._running, self._latest
-        is_older = last is not None and last.num_steps < _now.num_steps and not (fresh & ~last.flags).any()
-        if self is own or is_older or not has_others:
-            self.drop_unused()
-        else:
-            self._doubt = _EMPTY if fresh.any() else ""
-
-    def mark(self, params: Mapping[int, gluon.Parameter], contexts: Sequence[Context], own: Gradients, *, joins: bool) -> None:
-        """Note gradients that a pass has written without autograd, and clear those of its other devices.
-
-        The step that follows is of the `own` ones, which need no flags for it. Others may share parameters with them, or stay
-        fresh after it. With `joins`, it is a part of a pass, and clears nothing.
-        """
-        self._follow()
-        marked = self._marked
-        if marked.params is not params or marked.contexts != contexts:
-            own_params = np.array([id(self._layout.params[index]) in params for index, _ in self._entries], dtype=bool)
-            reached = np.array([context in contexts for context in self._contexts], dtype=bool)
-            marked = self._marked = _Marked(params, list(contexts), own_params & reached, own_params & ~reached)
-        _, _, written, idle = marked
-        writes_all = bool(written.all())
-        self.is_reached = writes_all or bool(written.any())
-        if self is own and writes_all:
-            if not (joins or self._is_behind):
-                self.drop_unused()
-                self._is_behind = not self._running_indices
-            self._is_full = True
-        else:
-            if self is own and not joins:
-                self.drop_unused()
-            if not written.any():
-                return
-            self._is_behind = self._is_behind and bool(self._flags.read().any())  # unless an older one is set
-            self._flags.put(written, True)
-            own._is_behind = False
-            if not joins:
-                self._flags.put(idle, False)
-        if not joins:
-            self._doubt, self._latest = _PARTS if self._parts else "", _Written(written, written, _now.num_steps)
-
-    def drop_parts(self, own: Gradients) -> None:
-        """Drop what the latest pass has written: it was the last of several parts, and only the `own` ones have their sum.
-
-        The step that follows is of the own ones, and drops those of parameters that both have.
-        """
-        if self.is_reached and self._latest is not None and self.has_new():
-            params, shared = self._layout.params, set(map(id, own._layout.params))
-            alone = np.array([id(params[index]) not in shared for index, _ in self._entries], dtype=bool)
-            self._flags.put(self._latest.written & alone, False)
-            self._parts.update(self._indices[self._latest.written & alone].tolist())
-            self._is_full, self._doubt = False, _PARTS
-
-    def reached(self) -> Set[Context]:
-        """Return the devices on which the latest pass has written a gradient."""
-        return set() if self._latest is None else set(compress(self._contexts, self._latest.written.tolist()))
-
-    def note_idle(self) -> None:
-        """Remember that devices hold gradients which the latest split left idle, before another split comes."""
-        if (self.read() & self._idle()).any():
-            self._doubt = _IDLE
-
-    def shares(self, other: Gradients) -> bool:
-        """Return whether two networks have a parameter in common."""
-        return not set(map(id, self._layout.params)).isdisjoint(map(id, other._layout.params))
-
-    def _follow(self, *, looks: bool = True) -> bool:
-        """Watch again if parameters were moved, frozen, unfrozen or initialised.
-
-        Return whether a pass recorded before now may write into arrays that Gluon has replaced: MXNet's static graphs keep
-        theirs, unless grad_req is another one than in their last pass.
-        """
-        if looks and not self.is_fixed:
-            self._layout.look()
-        if self.version == (Moves.count, self._layout.version):
-            return False
-        params, former, reqs = self._layout.params, self._seen, self._reqs
-        self._watch()
-        replaced = {id(param) for param, old in zip(params, former) if old and param._grad is not old}
-        return bool(replaced) and forget_graphs(replaced) and reqs == self._reqs
-
-    def _clear(self) -> None:
-        """Note that all gradients have been used or dropped."""
-        self._follow()
-        if not self._is_behind:
+    def _clear(self, *, everything: bool = False) -> None:
+        """Note that all gradients have been used or dropped; with `everything`, also flags that compiled steps have not read."""
+        self._watch_again()
+        self.latest, self._are_unread = None, self._are_unread and not everything
+        if not self._are_unread:
             self._flags.clear()
-        self._is_full = False
-        self._doubt, self._latest, self._is_lost, self._parts = "", None, False, set()
 
     def _reached_by(self, written: Table) -> Table:
         """Return all gradients of the parameters that a pass has written on some device."""
         return np.bincount(self._indices, weights=written)[self._indices] > 0
-
-    def _are_apart(self, one: Table, other: Table) -> bool:
-        """Return whether two passes have written the same parameters on other replicas alone."""
-        shares = (self._reached_by(one) & self._reached_by(other)).any()
-        return bool(shares and not (one & other).any())
-
-    def _idle(self) -> Table:
-        """Return the gradients on devices that the latest split left without a shard, except for running sums."""
-        return np.array([context in _now.idle for context in self._contexts], dtype=bool) & ~self._running
-
-
-@dataclass
-class _Now:
-    """What trainers share.
-
-    Attributes
-    ----------
-    num_steps : int
-        Steps so far.
-    idle : set of Context
-        Devices that the latest split left without a shard.
-    divided : int
-        Examples of its batch, if other processes have got some of them and no step has followed.
-    num_counted : number
-        Examples in the losses of the latest pass of `mgpu.backward`, if no step has followed.
-    is_inside : bool
-        Whether a pass runs.
-    has_split : bool
-        Whether this process has divided a batch.
-    labels : tuple of int
-        Checksums of the first batch that it has divided since the latest trainer was made, the labels last.
-    """
-
-    num_steps: int = 0
-    idle: FrozenSet[Context] = frozenset()
-    divided: int = 0
-    num_counted: float = 0
-    is_inside: bool = False
-    has_split: bool = False
-    labels: Tuple[int, ...] = ()
-
-    def end_step(self) -> None:
-        self.num_steps, self.divided, self.num_counted = self.num_steps + 1, 0, 0
-
-
-_now = _Now()
-# Of all trainers, by id, in the order in which they were made.
-_all: WeakValueDictionary[int, Gradients] = WeakValueDictionary()
-_adding: WeakSet[gluon.Parameter] = WeakSet()
-_lock = threading.RLock()  # a pass sets the flags of all trainers
 
 
 def _add(one: Array, other: Array, out: Array) -> None:
@@ -569,110 +489,24 @@ def _add(one: Array, other: Array, out: Array) -> None:
         mx.nd.elemwise_add(one, other).copyto(out)
 
 
-def _alive() -> List[Gradients]:
-    """Return the gradients of all trainers. Another thread may make one meanwhile."""
-    return [one for one in [reference() for reference in _all.valuerefs()] if one is not None]
+def examples_of(losses: Sequence[Array], stages_before: Mapping[Context, Collection[Context]]) -> Dict[Context, float]:
+    """Return the examples of each device: the length of its losses.
 
-
-def idle_devices() -> FrozenSet[Context]:
-    """Return the devices that the latest split left without a shard."""
-    return _now.idle
-
-
-def note_split(idle: FrozenSet[Context], divided: int) -> None:
-    """Note a split: see `_Now`. Until a pass of ours comes, the gradients of its idle devices are of another batch."""
-    for one in _alive() if _now.idle else ():
-        one.note_idle()
-    _now.idle, _now.divided = idle, divided
-
-
-def note_labels(checksum: Callable[[], int], *, are_pairs: bool) -> None:
-    """Note the labels of the first batch that processes divide: those of a pair, or the second array that comes alone."""
-    _now.has_split = True
-    if len(_now.labels) < 2:
-        _now.labels += (checksum(),) * (1 + are_pairs)
-
-
-def forget_labels() -> None:
-    """Note those of the next batch."""
-    _now.labels = ()
-
-
-def first_labels() -> Tuple[int, ...]:
-    """Return what `note_labels` has noted: the checksum of the labels, or () if none has come."""
-    return _now.labels[-1:]
-
-
-def has_split() -> bool:
-    """Return whether this process has divided a batch between the processes."""
-    return _now.has_split
-
-
-def note_size(num_examples: float) -> None:
-    """Note the examples in the losses of a pass by hand."""
-    _now.num_counted = num_examples
-
-
-def is_too_large(batch_size: float) -> bool:
-    """Return whether this is the size of a batch of which other processes have got a part, and the pass was of this one's."""
-    return batch_size == _now.divided and 0 < _now.num_counted < batch_size
-
-
-def latest_split() -> Tuple[FrozenSet[Context], int, bool, Tuple[int, ...]]:
-    """Return what `note_split` has noted, for `restore_split`."""
-    return _now.idle, _now.divided, _now.has_split, _now.labels
-
-
-def restore_split(noted: Tuple[FrozenSet[Context], int, bool, Tuple[int, ...]]) -> None:
-    """Let an earlier split be the latest one: its batch is trained on now."""
-    _now.idle, _now.divided, _now.has_split, _now.labels = noted
-
-
-@contextmanager
-def one_pass(own: Optional[Gradients] = None) -> Iterator[None]:
-    """Let all backward calls inside be one pass over all devices, for a step with the `own` gradients alone if given."""
-    with _lock:
-        if _now.is_inside:
-            yield
-            return
-        watching = sorted(_alive(), key=partial(is_not, own))  # the own ones drop gradients of parameters that others share
-        before = [one.begin_pass(own) for one in watching]
-        _now.is_inside, _now.idle = True, frozenset()
-        try:
-            yield
-        finally:
-            _now.is_inside = False
-            written = [one.read() for one in watching]
-            for one, fresh, shown in zip(watching, before, written):
-                one.end_pass(fresh, shown, is_alone=one is own or len(watching) == 1)
-
-
-def empty_pass(own: Optional[Gradients] = None) -> None:
-    """Note a pass without data in this process of several, for a step with the `own` gradients if given."""
-    with _lock:
-        _now.idle = frozenset()
-        watching = _alive()
-        for one in watching:
-            one.end_empty_pass(own, has_others=not all(one.shares(other) for other in watching))
-
-
-def note_parts(own: Gradients) -> None:
-    """Note that the latest pass was a part of a batch, of which the `own` gradients hold the sum, and others the last part."""
-    for one in _alive():
-        if one is not own:
-            one.drop_parts(own)
-
-
-def note_written(params: Mapping[int, gluon.Parameter], contexts: Sequence[Context], own: Gradients) -> None:
-    """Note that a pass has written the gradients of these parameters, by their ids, on these devices, without autograd.
-
-    A step with the `own` ones follows.
+    Of each device, the first one counts: others may be terms of another kind. If devices have different numbers of losses, such
+    as of several shards, those count that are as long as the first one. `stages_before`: by the device of a loss, the others of
+    a pipeline that its pass reaches.
     """
-    with _lock:
-        if not _now.is_inside:
-            _now.idle = frozenset()
-        for one in sorted(_alive(), key=partial(is_not, own)):
-            one.mark(params, contexts, own, joins=_now.is_inside)
+    lengths: Dict[Context, List[int]] = {}
+    for loss in losses:
+        for context in (loss.context, *stages_before.get(loss.context, ())):
+            lengths.setdefault(context, []).append((*loss.shape, 1)[0])
+    has_shards = len(set(map(len, lengths.values()))) > 1
+    return {context: own[0] * (own.count(own[0]) if has_shards else 1) for context, own in lengths.items()}
+
+
+def drop_flags(params: Iterable[gluon.Parameter]) -> None:
+    """Let no step use the gradients of these parameters: they are of a part of a batch."""
+    Flags([weight for param in params if param._grad for weight in param._data]).clear()
 
 
 def _mark(params: Sequence[gluon.Parameter], grad_req: str) -> None:
@@ -682,10 +516,6 @@ def _mark(params: Sequence[gluon.Parameter], grad_req: str) -> None:
     """
     for param in params:
         param._grad_req = grad_req  # its setter would make new arrays
-    if grad_req == "add":
-        _adding.update(params)
-    else:
-        _adding.difference_update(params)
     weights = [weight for param in params for weight in param._data]
     if weights:
         fresh = [weight._fresh_grad for weight in weights]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from operator import attrgetter, is_not
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple, Union
 
 import numpy as np
 from mxnet import Context, gluon
@@ -95,6 +95,10 @@ class Layout:
             )
         self.contexts: List[Context] = list(getattr(params, "replica_contexts", first))
         self.devices: List[Context] = list(getattr(params, "all_contexts", self.contexts))
+        # by the device of a pipeline's recorded output: those of the stages before it
+        self.stages_before: Dict[Context, Set[Context]] = {}
+        for stages in params.devices if self.spans_devices else ():  # type: ignore[union-attr]
+            self.stages_before[stages[-1]] = set(stages) - {stages[-1]}
         self.contexts_of = {index: list(contexts) for contexts, indices in self.groups.items() for index in indices}
         self.trainable: List[int] = []
         self.shapeless: List[int] = []

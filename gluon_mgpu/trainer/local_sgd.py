@@ -90,7 +90,7 @@ class LocalSGD(Trainer):
         if not self._num_local_steps:
             super().average_replicas()
             return
-        self.running_stats.move(self._layout.slabs, ())
+        self.running_stats.move(self._layout.slabs)
         slabs = [replace(one, gradients=one.weights) for one in self._layout.slabs]
         frozen = self._trained.difference(*(one.indices for one in slabs))  # since the last average
         others = [*self._update.arrays(), *(self._params[index].list_data() for index in sorted(frozen))]

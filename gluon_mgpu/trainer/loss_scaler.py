@@ -84,7 +84,7 @@ class LossScaler:
         if not self._is_scaled:
             raise TrainerError(
                 f"{operation}: got gradients of losses that were not scaled; expected the scale of fp16. "
-                "Call backward(trainer.scale(losses))."
+                "Call trainer.backward(losses)."
             )
 
     def update(self, gradients: Sequence[Array]) -> Optional[float]:

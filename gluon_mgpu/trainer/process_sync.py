@@ -15,7 +15,7 @@ from ..distributed import Group, group
 from ..errors import TrainerError
 from ..nested import Array
 from ..refusals import refusal
-from .gradients import first_labels, forget_labels, has_split
+from .gradients import Pass
 from .layout import Layout
 from .parameters import Params, check_initialised, named_params
 from .sums import Divisor
@@ -59,7 +59,8 @@ class ProcessSync:
         self._version: Optional[int] = None
         self._queued: Deque[Tuple[Facts, int, Array]] = deque()  # the facts of the latest steps, and the checksums
         self.divisor = Divisor(layout.devices)
-        forget_labels()
+        if self._processes is not None:
+            self._processes.labels = ()
 
     def begin(self, options: Facts) -> None:
         """Compare the trainers, and copy the weights of process 0 to every device of every process. Only the first call counts.
@@ -87,12 +88,13 @@ class ProcessSync:
         processes, layout = self._processes, self._layout
         if processes is None:
             return
+        processes.num_divided = 0
         before, is_first, has_changed = self._params, self._version is None, layout.version != self._version
         if has_changed:
             self._params, self._version = self._description(), layout.version
         facts = {**self._params, **options} if has_changed else options
         if is_first:
-            labels = {_LABELS: first_labels()} if divides else {}
+            labels = {_LABELS: processes.labels[-1:]} if divides else {}
             _check_same("Trainer.step", processes, {**facts, **labels}, layout.names)
         checksum = zlib.crc32(repr((self._params, options)).encode()) >> 8  # 24 bits, which a float32 holds
         self._queued.append((facts, checksum, processes.exchange(checksum)))
@@ -124,14 +126,14 @@ class ProcessSync:
         """
         if self._is_waiting:
             raise refusal(operation, "several processes", "a loop by hand whose first batch decides shapes")
-        if divides and self.in_job and not has_split():
+        if divides and self._processes is not None and not self._processes.has_divided:
             raise refusal(operation, "several processes", "a split of your own")
 
-    def check_unused(self, operation: str) -> None:
-        """Raise `ModesError` if a backward pass has gone through weights that the processes do not share yet."""
-        trained = [param for param in self._layout.params if param.grad_req != "null"]
-        if any(array._fresh_grad for param in trained for array in param.list_data()):
-            self.check_begun(operation)
+    def check_size(self, operation: str, num_examples: float, latest: Optional[Pass]) -> None:
+        """Raise `ModesError` if this is the size of a batch that processes share, and the pass was of a part of it."""
+        counted = 0 if latest is None else sum(latest.examples.values())
+        if self._processes is not None and num_examples == self._processes.num_divided and 0 < counted < num_examples:
+            raise refusal(operation, "sharded_data", "the size of a batch that processes share")
 
 
 def broadcast_parameters(params: Params) -> None:

@@ -9,8 +9,7 @@ before ── 3 examples on cpu(1) ──► change 1 ─┴─► before + (6 c
 from __future__ import annotations
 
 from operator import attrgetter, is_not
-from typing import Dict, Iterable, List, Optional, Sequence, Set, Tuple
-from weakref import WeakValueDictionary
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -19,50 +18,11 @@ from mxnet import Context, autograd, gluon
 from ..distributed import group
 from ..nested import Array
 from ..runtime.engine_push import EngineContext, WrittenWith
-from .gradients import Gradients, idle_devices
 from .parameters import STATISTICS, Params, named_params
 from .slab import BucketSlice, Moves, Slab, place, place_of, slabs_of
 from .sums import Divisor, Sum
 
 _DATA = attrgetter("_data")
-
-# Of all trainers, by id, in the order in which they were made: processes exchange their sums in it.
-_all: WeakValueDictionary[int, RunningStats] = WeakValueDictionary()  # each statistic belongs to the latest one that has it
-_num_passes = 0  # the same in all processes
-_stages_before: Dict[Context, Set[Context]] = {}  # by the device of a pipeline's recorded output: those of the stages before it
-
-
-def note_examples(examples: Iterable[Tuple[Context, float]], params: Optional[Sequence[gluon.Parameter]] = None) -> None:
-    """Count the latest backward pass's examples on each device, for these statistics, or those of all networks it has reached.
-
-    An empty pass of a process may have reached any network in others.
-    """
-    global _num_passes
-    _num_passes += 1
-    counted = list(examples)
-    for one in list(_all.values()):
-        if one.has_some(params) if params is not None else not counted or one.is_reached:
-            one.count(counted if params is not None else one.divided(counted))
-
-
-def note_stages(devices: Sequence[Context]) -> None:
-    """Note the devices that a backward pass from an output on the last of them reaches: only that pass counts its examples."""
-    _stages_before[devices[-1]] = set(devices) - {devices[-1]}
-
-
-def note_losses(losses: Iterable[Array]) -> None:
-    """Note the examples in the latest backward pass, which was from these losses.
-
-    Of each device, the first one counts: others may be terms of another kind. If devices have different numbers of losses, such
-    as of several shards, those count that are as long as the first one.
-    """
-    lengths: Dict[Context, List[int]] = {}
-    for loss in losses:
-        for context in (loss.context, *_stages_before.get(loss.context, ())):
-            lengths.setdefault(context, []).append((*loss.shape, 1)[0])
-    has_shards = len(set(map(len, lengths.values()))) > 1
-    note_examples((context, own[0] * (own.count(own[0]) if has_shards else 1)) for context, own in lengths.items())
-    _stages_before.clear()
 
 
 def is_running_stat(param: gluon.Parameter) -> bool:
@@ -101,7 +61,7 @@ def _arrays_of(slabs: Sequence[Slab], kind: str, context: Context) -> List[Array
 
 
 class RunningStats:
-    """The running statistics of a trainer's network on all devices, which each step makes equal again.
+    """The running statistics of the networks that a trainer was given, on all devices; each of its steps makes them equal again.
 
     Parameters
     ----------
@@ -111,19 +71,13 @@ class RunningStats:
         Over the devices and processes, for these alone.
     devices : sequence of mxnet.Context
         All devices of the network.
-    gradients : Gradients, optional
-        Those of the network, which know what passes reach it. Without, call `count` after each pass.
     """
 
-    def __init__(
-        self, params: Sequence[gluon.Parameter], total: Sum, devices: Sequence[Context], gradients: Optional[Gradients] = None
-    ) -> None:
-        self._params, self._sum, self._gradients = list(params), total, gradients
-        self._reached = {id(param): param for param in params}  # all that this trainer's passes move
-        self._others: List[RunningStats] = []  # that have some of these now
+    def __init__(self, params: Sequence[gluon.Parameter], total: Sum, devices: Sequence[Context]) -> None:
+        self._params, self._sum = list(params), total
         self._divisor = None if group() is None else Divisor(devices)
-        self._examples: Optional[Dict[Context, float]] = None  # since the latest move; None: no pass was noted
-        self._num_passes, self._num_moves = _num_passes, -1
+        self._examples: Optional[Dict[Context, float]] = None  # of passes since the latest move; None: none was counted
+        self._num_moves = -1
         self._data: List[Optional[List[Array]]] = []  # Gluon's lists of arrays
         self._memory: List[Tuple[Optional[BucketSlice], int]] = []
         self._slabs: List[Slab] = []
@@ -131,67 +85,31 @@ class RunningStats:
         self._trained: List[Slab] = []  # the slabs of gradients after which the statistics count as written
         self._written: List[WrittenWith] = []  # one for each device
         self._follow()
-        if gradients is not None:
-            for other in list(_all.values()):
-                other._leave(self)
-            _all[id(self)] = self
 
     def add(self, params: Sequence[gluon.Parameter]) -> None:
         """Move these statistics too, of a network of which the trainer has only some parameters."""
-        new = list(params)
-        self._reached.update((id(param), param) for param in new)
-        for one in (self, *_all.values()):
-            if one.has_some(new) and one is not self and one not in self._others:
-                self._others.append(one)
-            new = one._without(new)
+        own = set(map(id, self._params))
+        new = [param for param in params if id(param) not in own]
         if new:
             self._params, self._num_moves = self._params + new, -1
-        for one in self._together():  # now: the next pass moves the values
-            one._follow()
+        self._follow()  # now: the next pass moves the values
 
-    def _leave(self, other: RunningStats) -> None:
-        """Leave to another trainer's the statistics that it has."""
-        if other.has_some(self._params):
-            if self._divisor is None:  # processes may not have the same former trainers: garbage
-                mx.nd.waitall()  # a static graph writes them without telling the engine
-                self.catch_up(self._trained)
-            self._params, self._num_moves = other._without(self._params), -1
-            self._follow()
-        if other.has_some(list(self._reached.values())):
-            self._others = [one for one in self._others if one._params] + [other]
-
-    def has_some(self, params: Sequence[gluon.Parameter]) -> bool:
-        """Return whether any of these are its statistics."""
-        return len(self._without(params)) < len(params)
-
-    def _without(self, params: Sequence[gluon.Parameter]) -> List[gluon.Parameter]:
-        own = set(map(id, self._params))
-        return [param for param in params if id(param) not in own]
+    def count(self, examples: Mapping[Context, float]) -> None:
+        """Count the examples of a pass on their devices until the next move."""
+        self._examples = self._examples or {}
+        for context, number in examples.items():
+            self._examples[context] = self._examples.get(context, 0) + number
 
     @property
-    def is_reached(self) -> bool:
-        """Whether the latest backward pass has reached the network."""
-        return self._gradients is not None and self._gradients.is_reached
-
-    def divided(self, examples: List[Tuple[Context, float]]) -> List[Tuple[Context, float]]:
-        """Return the examples; if a device that the pass has reached has none, as its loss is elsewhere, divided equally."""
-        reached = self._gradients.reached() if self._gradients is not None and examples else set()
-        if reached.issubset(context for context, _ in examples):
-            return examples
-        return [(context, sum(number for _, number in examples) / len(reached)) for context in reached]
-
-    def count(self, examples: Sequence[Tuple[Context, float]]) -> None:
-        """Count examples on their devices until the next move."""
-        self._examples = {} if self._examples is None else self._examples
-        for context, number in examples:
-            self._examples[context] = self._examples.get(context, 0) + number
+    def has_counted(self) -> bool:
+        """Whether examples were counted since the latest move."""
+        return self._examples is not None
 
     def begin(self) -> None:
         """Take the values of each first device as the common ones, and count from here."""
-        for one in self._together():
-            one._follow()
-            one._take()
-            one._examples = None
+        self._follow()
+        self._take()
+        self._examples = None
 
     def _take(self) -> None:
         self._before = []
@@ -199,30 +117,15 @@ class RunningStats:
             first = slab.weights[0].as_nd_ndarray()
             self._before.append([first.copyto(context) for context in slab.contexts])
 
-    def move(self, trained: List[Slab], idle: Iterable[Context], *, anew: bool = False) -> None:
+    def move(self, trained: List[Slab], *, anew: bool = False) -> None:
         """Move the statistics of all devices alike, after backward passes into these slabs. It does not wait.
 
-        Parameters
-        ----------
-        idle : iterable of Context
-            Devices without data, if no examples were counted.
-        anew : bool
-            Whether a program may have set the values since the passes: their mean counts then, not that of the changes.
+        All devices count equally if no examples were counted. With `anew`, a program may have set the values since the passes:
+        their mean counts then, not that of the changes.
         """
-        _stages_before.clear()
-        for one in self._together():
-            if one._params:
-                one._move(trained, idle, anew=anew)
-
-    def _together(self) -> List[RunningStats]:
-        """Return all that have statistics which this trainer's passes move."""
-        found = [self]
-        for one in found:
-            found += [other for other in one._others if other not in found]
-        return found
-
-    def _move(self, trained: List[Slab], idle: Iterable[Context], *, anew: bool) -> None:
-        self._num_passes = _num_passes
+        examples, self._examples = self._examples, None
+        if not self._params:
+            return
         self._follow()
         contexts = {context for slab in self._slabs for context in slab.contexts}
         if trained is not self._trained:
@@ -231,24 +134,11 @@ class RunningStats:
             one.push()
         if anew:
             self._take()
-        examples, self._examples = self._examples, None
         if examples is None:
-            examples = {context: float(context not in set(idle)) for context in contexts}
+            examples = dict.fromkeys(contexts, 1.0)
         if len(contexts) > 1 or self._divisor is not None:
             with autograd.pause():
                 self._move_by(examples)
-
-    def catch_up(self, trained: List[Slab]) -> None:
-        """Move the statistics if passes came that no step has used."""
-        self.catch_up_plain(trained)
-        if self._num_passes != _num_passes:
-            self.move(trained, (), anew=self._divisor is None)
-
-    def catch_up_plain(self, trained: List[Slab]) -> None:
-        """Move the statistics if MXNet's own `backward` came, whose examples were not counted. A job does not know of it."""
-        gradients, is_alone = self._gradients, self._divisor is None and self._examples is None
-        if is_alone and gradients is not None and gradients.has_new():
-            self.move(trained, idle_devices(), anew=True)
 
     def _move_by(self, examples: Dict[Context, float]) -> None:
         """Move the statistics of slabs that have seen examples, in some process, by the mean of their changes."""

@@ -19,7 +19,8 @@ from ..errors import StaleGradientError, StateError, TrainerError
 from ..nested import Array, is_device_array, leaves, num_bytes
 from ..refusals import JOINING, refusal
 from ..runtime.mxnet2 import require_np_arrays
-from .gradients import Gradients, idle_devices, is_too_large
+from .backward import run_backward
+from .gradients import Examples, Gradients, Pass
 from .layout import Layout
 from .loss_scaler import LossScaler
 from .optimizer_config import describe, options_of, restore_optimizer
@@ -206,7 +207,7 @@ class Trainer(gluon.Trainer):
         if precision is not None:
             set_precision(params, precision)
         statistics = [param for param in self._layout.params if is_running_stat(param)]
-        self.running_stats = RunningStats(statistics, make_sum(kvstore), self._layout.devices, self.gradients)
+        self.running_stats = RunningStats(statistics, make_sum(kvstore), self._layout.devices)
 
     @property
     def virtual_shards(self) -> Optional[int]:
@@ -247,7 +248,8 @@ class Trainer(gluon.Trainer):
         if self._layout.shapeless or not self._layout.slabs:
             self._layout.place()
         if self._process_sync.in_job:
-            self._process_sync.check_unused("Trainer")  # such as a generator's pass, before the first one of this network
+            if self.gradients.has_new():  # of a generator's pass, before the first one of this network
+                self.check_begun("Trainer")
             self._process_sync.begin(self._facts(self._optimizer))
 
     def _facts(self, optimizer: opt.Optimizer) -> Dict[str, object]:
@@ -259,12 +261,23 @@ class Trainer(gluon.Trainer):
         """The parameters, in structural order."""
         return list(self._layout.params)
 
-    def scale(self, losses: Sequence[Array]) -> Sequence[Array]:
-        """Return the losses for `backward`: multiplied by the loss scale with fp16, otherwise unchanged.
+    def backward(self, losses: Sequence[Array]) -> None:
+        """Compute the gradients of all shards' losses in one backward pass, for the next step. It does not wait.
 
-        A loop by hand is correct in every precision with `mgpu.backward(trainer.scale(losses))`.
+        In fp16, the losses are multiplied by the loss scale. Where one pass serves several trainers, call `mgpu.backward`.
+
+        Parameters
+        ----------
+        losses : sequence of NDArray, any shapes
+            Recorded, one per shard. BatchNorm's running statistics are weighted by the length of each device's first one, 1 for
+            a number; and equally if the pass reaches a device without a loss, as from gathered outputs.
+
+        Raises
+        ------
+        TrainerError
+            The losses are not a list of arrays, or the pass before was over other devices, and no step has used it.
         """
-        return losses if self.loss_scaler is None else self.loss_scaler.scale_losses(losses)
+        run_backward("Trainer.backward", losses, [self])
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate from the next step on, as `gluon.Trainer` does."""
@@ -278,7 +291,7 @@ class Trainer(gluon.Trainer):
         Parameters
         ----------
         batch_size : number, or array of one element
-            Examples over all devices: gradients are divided by it. 1 if you have averaged the loss.
+            Examples over all devices: gradients are divided by it. 1 if you have averaged the loss; then call `trainer.backward`.
         ignore_stale_grad : bool
             Do not update parameters that got no gradient on any device, instead of raising.
 
@@ -292,8 +305,8 @@ class Trainer(gluon.Trainer):
         check_not_recording("Trainer.step")
         batch_size = batch_size_of("Trainer.step", batch_size, may_be_0=self.sharded_data)
         self._process_sync.check_begun("Trainer.step", divides=not self.sharded_data)
-        if self.sharded_data and is_too_large(batch_size):
-            raise refusal("Trainer.step", "sharded_data", "the size of a batch that processes share")
+        if self.sharded_data:
+            self._process_sync.check_size("Trainer.step", batch_size, self.gradients.latest)
         if self.loss_scaler is not None and batch_size:
             self.loss_scaler.check("Trainer.step")
         if batch_size == 0:  # the gradients so far are of other data
@@ -301,7 +314,7 @@ class Trainer(gluon.Trainer):
         if self._num_open:
             if not self.sharded_data:  # of which processes may have other numbers
                 self.exchange(batch_size, accumulates=True)
-            self.gradients.count(adds=not self._sum.hold())
+            self._count(self.gradients.count(batch_size, adds=not self._sum.hold()))
             self._num_counted += batch_size
             if not self.sharded_data:  # other processes may have other numbers of batches
                 self._move_statistics()
@@ -397,8 +410,8 @@ class Trainer(gluon.Trainer):
 
         Call it after a backward pass that no step must use: of a batch that you skip, or of another network's loss.
         """
-        if self.tree is None and not self.trains_apart:
-            self.running_stats.catch_up_plain(self._layout.slabs)
+        if self.tree is None and not self.trains_apart and not (self._process_sync.in_job or self.running_stats.has_counted):
+            self._catch_up()
         self._drop()
 
     def _drop(self) -> None:
@@ -428,7 +441,29 @@ class Trainer(gluon.Trainer):
         `LocalSGD` also averages the weights. Evaluating and saving call it, in all processes of a job.
         """
         if self.tree is None:
-            self.running_stats.catch_up(self._layout.slabs)
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Move BatchNorm's running statistics if a pass came that no step has used. Jobs do not know MXNet's `backward`."""
+        in_job = self._process_sync.in_job
+        self._count(self.gradients.unused() if not in_job else {})
+        if self.running_stats.has_counted:
+            self.running_stats.move(self._layout.slabs, anew=not in_job)
+
+    def check_begun(self, operation: str) -> None:
+        """Raise `ModesError` if the processes of a job do not share the weights yet."""
+        self._process_sync.check_begun(operation)
+
+    def take(self, found: Pass) -> None:
+        """Let the next step use a pass."""
+        self.gradients.take(found)
+        if self.tree is None:  # virtual shards move the statistics themselves
+            self.running_stats.count(found.examples)
+
+    def _count(self, examples: Examples) -> None:
+        """Count the examples of MXNet's own `backward`, if there are any."""
+        if examples:
+            self.running_stats.count(examples)
 
     def allreduce_grads(self) -> None:
         """Sum the gradients over the devices, for programs that change the sum before `update`.
@@ -442,7 +477,7 @@ class Trainer(gluon.Trainer):
         check_not_recording("Trainer.allreduce_grads")
         self._process_sync.check_begun("Trainer.allreduce_grads", divides=not self.sharded_data)
         self._check_sums("Trainer.allreduce_grads")
-        slabs = self.gradients.collect(ignore_stale_grad=True)
+        slabs, examples = self.gradients.collect(ignore_stale_grad=True)
         self.exchange(0)
         if self._summed and not slabs:
             raise TrainerError(
@@ -451,6 +486,7 @@ class Trainer(gluon.Trainer):
         is_all = slabs is self._layout.slabs  # each device gets the sum, which the program may change
         self._sum.run(self._layout.everywhere if is_all else [replace(slab, owner=None) for slab in slabs])
         self.gradients.mark_used()
+        self._count(examples)
         self._summed = slabs
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
@@ -612,12 +648,13 @@ class Trainer(gluon.Trainer):
             )
 
     def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
-        slabs = self.gradients.collect(ignore_stale_grad)
+        slabs, examples = self.gradients.collect(ignore_stale_grad, batch_size)
         if self.tree is None and self._process_sync.in_job:
             self.exchange(self._num_counted + batch_size)
         self._reduce(slabs)
         # From here on these gradients are sums: if the optimizer raises, another step must not sum them again.
         self.gradients.mark_used()
+        self._count(examples)
         self._summed = slabs
         self._apply(slabs, batch_size)
 
@@ -656,7 +693,7 @@ class Trainer(gluon.Trainer):
     def _move_statistics(self) -> None:
         """Move BatchNorm's running statistics after a pass. Virtual shards, and devices that train apart, do it themselves."""
         if self.tree is None and not self.trains_apart:
-            self.running_stats.move(self._layout.slabs, idle_devices())
+            self.running_stats.move(self._layout.slabs)
 
     def _make_equal(self, slabs: List[Slab]) -> None:
         """Give all devices what the first one holds, or the owner."""

@@ -116,7 +116,7 @@ class Ours(Gluon):
         self.Xs, self.ys = self.mgpu.split_batch(self.X, self.y, self.ctx)
 
     def backward(self) -> None:
-        self.mgpu.backward(self.losses)
+        self.trainer.backward(self.losses)
 
     def evaluate(self) -> float:
         return float(self.mgpu.evaluate_accuracy_gpus(self.net, self.batches))

@@ -1,0 +1,65 @@
+"""One backward pass over all devices, for one trainer or several."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Optional, Protocol, Sequence
+
+from mxnet import autograd
+
+from ..checks import explaining, short
+from ..distributed import group
+from ..errors import TrainerError
+from ..nested import Array, is_device_array
+from ..refusals import refusal
+from .gradients import Gradients, Pass
+from .loss_scaler import LossScaler
+
+
+class Taker(Protocol):
+    """What a pass reads of a trainer."""
+
+    gradients: Gradients
+    loss_scaler: Optional[LossScaler]
+
+    def check_begun(self, operation: str) -> None:
+        """Raise `ModesError` if the processes of a job do not share the weights yet."""
+
+    def take(self, found: Pass) -> None:
+        """Let the next step use a pass."""
+
+
+def run_backward(operation: str, losses: Sequence[Array], trainers: Sequence[Taker] = ()) -> None:
+    """Compute the gradients of all losses, and give the pass to these trainers. Arguments and errors are those of `backward`."""
+    is_list = isinstance(losses, (list, tuple)) and all(map(is_device_array, losses))
+    if not is_list or not (losses or group() is not None):  # a small batch has no examples for a process
+        raise TrainerError(
+            f"{operation}: got {short(losses)}; expected a list of one or more MXNet arrays, one loss per shard. "
+            "Pass [loss(net(x), y) for x, y in zip(Xs, ys)]."
+        )
+    if not losses and any(one.gradients.latest is not None for one in trainers):
+        raise refusal(operation, "several processes", "several passes before a step")
+    for trainer in trainers:
+        trainer.check_begun(operation)
+    scaled = [scaled_losses(one, losses) for one in trainers]
+    if len(scaled) > 1 and any(one is not losses for one in scaled):
+        raise refusal(operation, "precision='fp16'", "a pass for several trainers")
+    with ExitStack() as stack:
+        found = [stack.enter_context(one.gradients.one_pass(keeps=True)) for one in trainers]
+        differentiate(operation, scaled[0] if scaled else losses)
+    for trainer, one in zip(trainers, found):
+        trainer.take(trainer.gradients.counted(one, losses))
+
+
+def scaled_losses(trainer: Taker, losses: Sequence[Array]) -> Sequence[Array]:
+    """Return the losses times the loss scale of fp16, or as they are."""
+    return losses if trainer.loss_scaler is None else trainer.loss_scaler.scale_losses(losses)
+
+
+def differentiate(operation: str, losses: Sequence[Array]) -> None:
+    """Compute the gradients of losses, of which a process of several may have none."""
+    expected = "losses that were recorded, each once"
+    advice = "Compute them inside autograd.record(), call backward() once, and do not freeze all parameters."
+    if losses:
+        with explaining(operation, "an error", expected, advice=advice):
+            autograd.backward(list(losses))

@@ -12,6 +12,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterator, Sequence, Tuple, Type
 
+import numpy as np
+
 from .errors import TrainerError, first_line, last_line
 from .known_errors import advice_on
 
@@ -83,11 +85,12 @@ def real_number(
     Traceback (most recent call last):
     gluon_mgpu.errors.TrainerError: Trainer: got clip_norm=0; expected a finite number above 0. Pass None not to clip.
     """
-    if not is_number(value) or not low <= value <= high or (above and value == low) or (below and value == high):
+    number = value.item() if isinstance(value, np.floating) else value  # a float32 beside `high` would overflow
+    if not is_number(number) or not low <= number <= high or (above and number == low) or (below and number == high):
         bound = f"above {low:g}" if above else f"of {low:g} or more"
         most = "" if high == sys.float_info.max else f" and below {high:g}" if below else f", at most {high:g}"
         raise error(f"{operation}: got {_named(name, value)}; expected a finite number {bound}{most}. {advice}")
-    return float(value)
+    return float(number)
 
 
 def one_of(

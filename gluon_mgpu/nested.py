@@ -129,8 +129,8 @@ def _is_numeric(value: Any, level: int = 0) -> bool:
 def host_array(data: Any) -> np.ndarray:
     """Return nested numbers as a NumPy array; rows of unequal length raise ValueError, of which NumPy before 1.24 only warns."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error", np.VisibleDeprecationWarning)
+        warnings.simplefilter("error", UserWarning)
         try:
             return np.asarray(data)
-        except np.VisibleDeprecationWarning as warning:
+        except UserWarning as warning:
             raise ValueError(str(warning)) from None

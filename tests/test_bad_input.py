@@ -7,8 +7,9 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.checks import real_number
 from gluon_mgpu.data_parallel.batchnorm import is_synchronised
-from gluon_mgpu.errors import ShardError
+from gluon_mgpu.errors import ShardError, TrainerError
 from gluon_mgpu.runtime.mxnet2 import is_mxnet2, trainer_of
 from gluon_mgpu.trainer.local_sgd import LocalSGD
 from gluon_mgpu.trainer.precision import precision_of
@@ -292,3 +293,10 @@ def test_a_trainer_of_another_network_is_told_before_the_first_batch(world):
             ValueError, match="got a trainer of .*weight and a network of .*weight; expected a trainer of this network"
         ):
             call()
+
+
+def test_numbers_of_numpy_are_numbers():
+    """NumPy 2 compares a float32 with the largest float in float32, and warns of an overflow."""
+    assert real_number("Trainer", "clip_norm", np.float32(1.5), above=True, advice="") == 1.5
+    with pytest.raises(TrainerError, match="got clip_norm=.*inf"):
+        real_number("Trainer", "clip_norm", np.float32("inf"), above=True, advice="")

@@ -16,6 +16,7 @@ from mxnet.ndarray.ndarray import _DTYPE_NP_TO_MX, _new_alloc_handle
 
 from ..nested import Array
 from .mxnet2 import is_mxnet2
+from .mxnet_import import as_text
 
 
 def write_unheld(array: Array, data: np.ndarray) -> None:
@@ -110,7 +111,7 @@ class Copy:
 
 def converted(attributes: Sequence[Tuple[str, Any]]) -> Tuple[Any, ...]:
     """Return attributes of an operator, pairs of name and value, as its C function takes them."""
-    names, values = [name for name, _ in attributes], [str(value) for _, value in attributes]
+    names, values = [name for name, _ in attributes], [as_text(value) for _, value in attributes]
     return ctypes.c_int(len(names)), c_str_array(names), c_str_array(values)
 
 

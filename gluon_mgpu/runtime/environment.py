@@ -9,13 +9,14 @@ import ctypes
 import importlib
 import logging
 import os
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Dict, Iterator, List, Sequence, Set
 
 from ..errors import MissingExtraError, last_line
-from . import cuda_libraries, openmp_threads
+from . import cuda_libraries, mxnet_import, openmp_threads
 from .openmp_threads import num_cores as num_cores
 
 logger = logging.getLogger("gluon_mgpu")
@@ -76,23 +77,14 @@ def is_off() -> bool:
 
 def prepare() -> None:
     """Set what MXNet must find when it is imported and runs: NumPy's names, variables, malloc, CUDA's libraries."""
-    add_aliases()
+    if mxnet_import.Finder not in sys.meta_path:
+        sys.meta_path.insert(0, mxnet_import.Finder)
     if not is_off():
         missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
         os.environ.update(missing)
         _set_here.update(missing)
         _set_allocator()
         cuda_libraries.preload()
-
-
-def add_aliases() -> None:
-    """Add the names that NumPy 1.24 removed, and 1.20 warns of, and MXNet 1.9.1 still uses; existing names stay."""
-    import numpy
-
-    version = tuple(int(part) for part in numpy.__version__.split(".")[:2])
-    if (1, 20) <= version < (2, 0):
-        for builtin in (bool, int, float, complex, object, str):
-            vars(numpy).setdefault(builtin.__name__, builtin)
 
 
 def require(module: str, extra: str, operation: str) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import warnings
 from types import ModuleType
+
+import numpy as np
 
 from .. import interrupts
 from ..errors import MissingExtraError
@@ -24,34 +25,26 @@ def load_mxnet() -> ModuleType:
     """
     if importlib.util.find_spec("mxnet") is None:
         raise MissingExtraError(
-            "import gluon_mgpu: got no package mxnet; expected MXNet 1.9.1. Run pip install mxnet==1.9.1 'numpy<1.24' "
+            "import gluon_mgpu: got no package mxnet; expected MXNet 1.9.1. Run pip install --no-deps mxnet==1.9.1 "
             "(Linux on x86-64), or pip install '.[cu112]' in a clone of gluon_mgpu (NVIDIA GPUs up to Ada). docs/installation.md "
             "names builds for newer GPUs, Apple silicon and other systems."
         )
-    numpy = importlib.import_module("numpy")
-    if int(numpy.__version__.split(".")[0]) >= 2:
-        raise ImportError(
-            f"import gluon_mgpu: got numpy {numpy.__version__}; expected 1.17 to 1.26, which MXNet 1.9.1 was written for. "
-            "Run pip install 'numpy<2'."
-        )
     try:
         interrupts.begin_imports()
-        with warnings.catch_warnings():  # of names in NumPy, which PYTHONWARNINGS=error makes errors
-            warnings.simplefilter("ignore", DeprecationWarning)
-            mxnet = importlib.import_module("mxnet")
+        mxnet = importlib.import_module("mxnet")
     except OSError as error:  # the dynamic linker: libgomp.so.1, libcuda.so.1, ...
         raise ImportError(
-            f"import gluon_mgpu: got {error}; expected the system libraries that MXNet's wheel is linked to. libgomp.so.1 is "
-            "Debian's and Ubuntu's package libgomp1, libz.so.1 zlib1g. libcuda.so.1 is the NVIDIA driver's (in a container: "
-            "docker run --gpus all); on the CPU, pip uninstall mxnet-cu112 and pip install mxnet==1.9.1. CUDA's other "
+            f"import gluon_mgpu: got {error}; expected the system libraries that MXNet's wheel is linked to. On Debian and "
+            "Ubuntu, run apt-get install libgomp1 libquadmath0 zlib1g. libcuda.so.1 is the NVIDIA driver's (in a container: "
+            "docker run --gpus all); on the CPU, pip uninstall mxnet-cu112 and pip install --no-deps mxnet==1.9.1. CUDA's other "
             "libraries come with pip install '.[cu112]' in a clone of gluon_mgpu; they are found unless GLUON_MGPU_RUNTIME=off."
         ) from error
     except (AttributeError, ValueError) as error:  # np.long, for example: MXNet imports SciPy if it is there
         if isinstance(error, ValueError) and "numpy" not in str(error):
             raise
         raise ImportError(
-            f"import gluon_mgpu: got {error}, from a package that does not fit numpy {numpy.__version__}; expected one for NumPy "
-            "1, such as SciPy before 1.16. Run pip install 'scipy<1.16'."
+            f"import gluon_mgpu: got {error}, from a package that does not fit numpy {np.__version__}; expected one that does. "
+            "With NumPy 1, run pip install 'scipy<1.16'; with NumPy 2, run pip install --upgrade scipy."
         ) from error
     finally:
         interrupts.end_imports()

@@ -34,7 +34,7 @@ from .slab import Bucket, Moves, Slab, forget_graphs, zero
 
 _GRAD = attrgetter("_grad")
 _MOST_NAMES = 5  # in an error
-Table = np.ndarray  # of bool: one element for each parameter with a gradient and each of its replicas
+Table = Union[np.ndarray]  # of bool: one element for each parameter with a gradient and each of its replicas
 Examples = Mapping[Context, float]  # of a pass, on each device
 
 

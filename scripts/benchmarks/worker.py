@@ -20,8 +20,8 @@ _FOLDER = Path(__file__).resolve().parent
 _ROOT = _FOLDER.parent.parent
 _OURS = ("ours", "ours-compiled")
 _INSTALL = {
-    "numpy": "pip install 'numpy<2'",
-    "mxnet": "pip install mxnet==1.9.1",
+    "numpy": "pip install numpy",
+    "mxnet": "pip install --no-deps mxnet==1.9.1",
     "d2l": "pip install d2l==1.0.3 in an environment with NumPy 1.23.5, then --python d2l=PATH",
     "gluoncv": "pip install gluoncv==0.10.5.post0 opencv-python-headless 'numpy<1.24'",
     "torch": "pip install torch",

@@ -88,8 +88,4 @@ def check_packages(packages: Packages) -> List[Problem]:
     if len(wheels) > 1:
         to_do = f"Run pip uninstall {' '.join(wheels)}, then install one of them again."
         found.append(Problem("packages", f"{' and '.join(wheels)} are installed and overwrite each other.", to_do))
-    numpy = packages.versions.get("numpy", "")
-    if numpy.split(".")[0].isdigit() and int(numpy.split(".")[0]) >= 2:
-        what = f"NumPy {numpy} is too new for MXNet 1.9.1, which was written for 1.17 to 1.26."
-        found.append(Problem("packages", what, "Run pip install 'numpy<2'.", True))
     return found

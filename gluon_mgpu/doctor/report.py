@@ -63,6 +63,8 @@ class Report:
             yield "machine", f"{one.cpu}, {one.usable_cores} of {one.cores} cores, {one.system}"
             yield "memory", f"{format_bytes(one.memory_bytes)}, {format_bytes(one.available_bytes)} of it available"
         yield from self.packages.versions.items()
+        if self.packages.wheels and self.packages.versions.get("numpy", "").startswith("2."):
+            yield "pip check", "reports that mxnet asks for numpy<2 and graphviz<0.9: ignore it, gluon_mgpu adapts MXNet"
         built = "with CUDA" if "CUDA" in self.mxnet["features"] else "a build for CPUs"
         yield "imported mxnet", f"{self.mxnet['version']}, {built}" if self.mxnet["version"] else "no: see the problems"
         yield "NVIDIA driver", _driver_text(self.driver) or f"not read: {self.why_no_driver.partition('; expected ')[0]}"

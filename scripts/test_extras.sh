@@ -13,6 +13,7 @@ trap 'exit 130' HUP INT TERM # dash calls the other one at an exit alone
 check() { # $1: extra, $2: program
     make_venv "$python"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$project[cpu,$1]"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps mxnet==1.9.1 # for Python 3.13 and newer
     "$venv/bin/python" -m pip check --quiet || echo "  pip check: packages of $1 do not agree"
     if "$venv/bin/python" -m pip list --format freeze | grep -i -E "^(nvidia-(cu|nccl|nvtx)|torch|mxnet-cu)"; then
         echo "Extra $1: got packages of CUDA; expected none for a CPU." >&2

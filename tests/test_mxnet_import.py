@@ -47,6 +47,7 @@ assert before == {name: vars(np).get(name) for name in names}
     assert run(program, tmp_path, "-W", "error") == ""
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of NumPy 1.25 and 1.26, which still have some
 def test_former_names_are_there_for_mxnet():
     import mxnet.gluon.contrib.estimator as estimator
 

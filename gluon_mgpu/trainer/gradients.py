@@ -389,7 +389,8 @@ class Gradients:
     def _of_step(self, num_examples: Optional[float]) -> Tuple[Table, Examples]:
         """Return which gradients a step uses, and examples: see `collect`. Raise `TrainerError` if that is ambiguous."""
         latest = self.latest
-        is_lost = self.follow(looks=latest is None or not latest.is_current, by_hand=latest is None)
+        may_have_changed = latest is None or not latest.is_current
+        is_lost = self.follow(looks=may_have_changed, by_hand=may_have_changed)
         fresh, are_set = self._fresh(), latest is None and self._flags.read().any()
         if is_lost and are_set:
             raise refusal("Trainer.step", "static_shape", "a loop by hand after a change of grad_req")

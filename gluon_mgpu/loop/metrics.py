@@ -70,7 +70,7 @@ def accuracy(output: Array, label: Array, axis: Optional[int] = None) -> MetricS
     >>> float(accuracy(scores, labels))
     0.5
     >>> right, count = accuracy(scores, labels)
-    >>> right.asscalar(), count
+    >>> float(right.asscalar()), count
     (1.0, 2)
 
     Raises
@@ -99,7 +99,7 @@ def top_k_accuracy(k: int, axis: Optional[int] = None) -> Metric:
     Examples
     --------
     >>> right, count = top_k_accuracy(2)(mx.nd.array([[0.1, 0.7, 0.2], [0.1, 0.7, 0.2]]), mx.nd.array([2, 0]))
-    >>> right.asscalar(), count
+    >>> float(right.asscalar()), count
     (1.0, 2)
     """
 

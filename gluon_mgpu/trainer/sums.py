@@ -201,7 +201,7 @@ def finite_on_each(gradients: Sequence[Array]) -> List[Array]:
 
     Examples
     --------
-    >>> [finite.asscalar() for finite in finite_on_each([mx.nd.ones((2, 2)), mx.nd.array([float("inf")])])]
+    >>> [float(finite.asscalar()) for finite in finite_on_each([mx.nd.ones((2, 2)), mx.nd.array([float("inf")])])]
     [0.0]
     """
     alike: Dict[Tuple[Context, object], List[Array]] = {}
@@ -230,7 +230,7 @@ def global_norm(gradients: Sequence[Array]) -> Array:
 
     Examples
     --------
-    >>> global_norm([mx.nd.array([3.0]), mx.nd.array([[4.0]])]).asscalar()
+    >>> float(global_norm([mx.nd.array([3.0]), mx.nd.array([[4.0]])]).asscalar())
     5.0
     """
     classic = [gradient.as_nd_ndarray() for gradient in gradients]

@@ -99,7 +99,7 @@ def balance_shards(lengths: Any, num_shards: int) -> np.ndarray:
     --------
     >>> lengths = np.array([9, 1, 8, 2, 7])
     >>> order = balance_shards(lengths, 2)
-    >>> order.tolist(), [lengths[part].sum() for part in np.split(order, [3])]
+    >>> order.tolist(), [int(lengths[part].sum()) for part in np.split(order, [3])]
     ([1, 3, 0, 4, 2], [12, 15])
     """
     sizes = plan_shards(len(lengths), num_shards)

@@ -81,6 +81,19 @@ def assert_same_bits(one, other):
     assert all(np.array_equal(a, b) for a, b in zip(one, other))
 
 
+def test_train_batch_compiles_as_compile_step_does():
+    found = []
+    for compiled in ("off", "on"):
+        net = build(2)
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+        mx.random.seed(7)
+        for X, y in batches([6, 5]):
+            mgpu.train_batch(net, LOSS, trainer, X, y, compiled=compiled)
+        assert trainer.kept["train_batch"].passes.is_compiled == (compiled == "on")
+        found.append([param.data(mx.cpu(1)).asnumpy() for param in net.collect_params().values()])
+    assert_same_bits(*found)
+
+
 @pytest.mark.parametrize("compiled", ["auto", "on"])
 def test_a_late_error_of_the_data_is_no_reason_not_to_compile(compiled):
     """MXNet shows it once, in whatever waits next: here before more memory is bound for a larger batch."""

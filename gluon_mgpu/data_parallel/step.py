@@ -76,6 +76,7 @@ def train_batch(
     split_f: SplitFunction = split_batch,
     ignore_stale_grad: bool = False,
     micro_steps: int = 1,
+    compiled: str = "off",
 ) -> Batch:
     """Train on one batch over the trainer's devices, and return its outputs and losses. It does not wait.
 
@@ -116,6 +117,8 @@ def train_batch(
         update equals that of the complete batch, except that Dropout draws for each part, and BatchNorm normalises each
         shard of each part separately (synchronised: each part). The batch is split along the `batch_axis` of the split, or along
         axis 0.
+    compiled : str
+        `"off"`, `"auto"` or `"on"`: see `compile_step`.
 
     Raises
     ------
@@ -126,8 +129,8 @@ def train_batch(
     """
     options = split_f, ignore_stale_grad, micro_steps
     step = trainer.kept.get("train_batch") if isinstance(trainer, Trainer) else None
-    if not isinstance(step, TrainStep) or not step.is_of(net, loss, *options, trainer.virtual_shards):
-        step = TrainStep("train_batch", net, loss, trainer, *options)
+    if not isinstance(step, TrainStep) or not step.is_of(net, loss, *options, compiled, trainer.virtual_shards):
+        step = TrainStep("train_batch", net, loss, trainer, *options, compiled=compiled)
         trainer.kept["train_batch"] = step
     return step(X, y)
 
@@ -226,7 +229,7 @@ class TrainStep:
         check_trainer(operation, trainer, net, loss)
         check_function(operation, "loss", loss, advice="Pass a loss of gluon.loss, such as SoftmaxCrossEntropyLoss().")
         flag(operation, "ignore_stale_grad", ignore_stale_grad)
-        self._asked = (net, loss, split_f, ignore_stale_grad, micro_steps, trainer.virtual_shards)
+        self._asked = (net, loss, split_f, ignore_stale_grad, micro_steps, compiled, trainer.virtual_shards)
         micro_steps = whole_number(operation, "micro_steps", micro_steps, advice="1 is one batch.")
         trainer.gradients.watch(net, loss, *(stage.block for stage in getattr(net, "stages", ())))
         self.passes = make_passes(operation, net, loss, compiled, trainer=trainer, kept=trainer.kept)

@@ -118,7 +118,7 @@ def test_mxnet_s_own_gradients_of_these_networks_are_wrong(kind, mode):
         net = initialized(NETS[kind](), [mx.cpu()])
         if hybrid:
             net.hybridize(**mode)
-        found.append(gradients(net, batch()[0]))
+        found.append(gradients(net, batch(1)[0]))  # some of the slopes' inputs are negative
     with np.errstate(all="ignore"):
         assert not np.allclose(*found, rtol=1e-2, atol=1e-3)
 
@@ -143,7 +143,8 @@ WAYS = {
 def test_training_names_the_layer_and_changes_nothing(kind, way):
     net = initialized(NETS[kind](), static_alloc=True)
     before = weights(net)
-    with pytest.raises(ModesError, match=f"{kind.split()[0]}\\d_?.* in {name_of(net)} .*hybridize.False") as caught:
+    name = r"1\.alpha" if is_mxnet2() else f"{kind.split()[0]}\\d_?"
+    with pytest.raises(ModesError, match=f"{name}.* in {name_of(net)} .*hybridize.False") as caught:
         WAYS[way](net)
     assert caught.value.modes == ("hybridize()", IN_A_GRAPH)
     assert np.array_equal(weights(net), before)
@@ -269,7 +270,7 @@ def test_a_frozen_slope_needs_no_gradient_until_it_is_trained():
     trainer = trainer_of(net)
     by_hand(net, trainer)
     net[1].alpha.grad_req = "write"
-    with pytest.raises(ModesError, match="prelu"):
+    with pytest.raises(ModesError, match="PReLU"):
         by_hand(net, trainer)
 
 

@@ -13,7 +13,6 @@ import numpy as np
 from mxnet import Context, autograd, gluon
 
 from ..nested import Array, num_bytes
-from ..runtime.mxnet2 import is_mxnet2
 
 BUCKET_BYTES = 25 * 2**20
 _NUM_BUCKETS = 16  # of a network that is large enough, so that devices share its update evenly
@@ -214,13 +213,15 @@ def forget_graphs(placed: Set[int]) -> bool:
     if stale:
         mx.nd.waitall()  # once: their operations must not be deleted while they run
     for block in stale:
-        if "_get_graph" in vars(block) or not block._cached_graph or is_mxnet2():  # they need the arguments of the next call
+        # a graph that is cut, or that MXNet 2 has divided, needs the arguments of the next call
+        if "_get_graph" in vars(block) or not block._cached_graph or getattr(block, "_backend", None):
             block._clear_cached_op()
             continue
         # threads that call the block at once would each trace it, and fail in its name scope
-        inputs = np.array([is_input for is_input, _ in block._cached_op_args], dtype=bool)
+        inputs = np.array([argument[0] for argument in block._cached_op_args], dtype=bool)
         indices = [("data_indices", np.flatnonzero(inputs).tolist()), ("param_indices", np.flatnonzero(~inputs).tolist())]
-        block._cached_op = mx.nd.CachedOp(block._cached_graph[1], indices + block._flags)
+        flags = [flag for flag in block._flags if flag[0] not in dict(indices)]  # MXNet 2 has added them
+        block._cached_op = mx.nd.CachedOp(block._cached_graph[1], indices + flags)
     return any(dict(block._flags).get("static_shape") for block in stale)
 
 

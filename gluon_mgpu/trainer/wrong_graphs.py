@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from mxnet import gluon
 
 from ..refusals import FOREACH, IN_A_GRAPH, refusal
-from ..runtime.mxnet2 import name_of, variable_name
+from ..runtime.mxnet2 import is_mxnet2, name_of, variable_name
 from .parameters import blocks_of
 
 Found = Tuple[str, str, str]
@@ -37,6 +37,8 @@ def check_graphs(operation: str, blocks: Iterable[gluon.HybridBlock], *, trains:
         for mode, name, slope in known[1]:
             if slope not in frozen and (is_static if mode == FOREACH else trains):
                 first = "static_shape" if mode == FOREACH else "hybridize()"
+                if is_mxnet2():  # it numbers its nodes
+                    name = {variable_name(param): name for name, param in block.collect_params().items()}.get(slope, name)
                 raise refusal(operation, first, mode, f"{name} ({mode}) in {name_of(block)} ({type(block).__name__})")
 
 

@@ -9,7 +9,8 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.errors import TrainerError
+from gluon_mgpu.distributed.dist_sync import DistSync
+from gluon_mgpu.errors import ProcessError, TrainerError
 from gluon_mgpu.runtime import mxnet2
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -117,3 +118,9 @@ def test_a_loop_of_a_chapter_gives_the_weights_of_one_device(hybridize, devices)
         found.append([param.data(contexts[-1]).asnumpy() for param in net.collect_params().values()])
     for one, other in zip(*found):
         np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@on_2
+def test_servers_that_add_in_float32_get_no_float64():
+    with pytest.raises(ProcessError, match="got gradients in float64 from several processes; expected float32"):
+        DistSync.all_reduce(SimpleNamespace(), [mx.nd.zeros(2, dtype="float64")])

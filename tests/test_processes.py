@@ -18,6 +18,8 @@ from gluon_mgpu import distributed
 from gluon_mgpu.errors import MissingExtraError, ProcessError
 from mxnet import gluon
 
+from .versions import nd
+
 pytestmark = pytest.mark.timeout(600)
 NO_HOROVOD = importlib.util.find_spec("horovod") is None
 needs_horovod = pytest.mark.skipif(NO_HOROVOD, reason="Horovod is not installed: sh scripts/build_horovod.sh")
@@ -323,7 +325,7 @@ def test_gradients_that_were_not_summed_over_the_processes_are_refused(monkeypat
     trainer = mgpu.Trainer(net, "sgd")
     monkeypatch.setattr(trainer._process_sync, "in_job", True)
     with mx.autograd.record():
-        loss = net(mx.nd.ones((1, 2)))
+        loss = net(nd.ones((1, 2)))
     mgpu.backward([loss])
     with pytest.raises(mgpu.errors.TrainerError):
         trainer.update(1)

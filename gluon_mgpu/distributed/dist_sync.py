@@ -12,6 +12,7 @@ from mxnet.base import _LIB, check_call
 
 from ..errors import ProcessError
 from ..nested import Array
+from ..runtime.mxnet2 import is_mxnet2
 from .process import Process
 
 
@@ -55,7 +56,17 @@ class DistSync:
         """Return an operation whose `run(priority)` sums the arrays, one per device, over devices and processes, in place.
 
         `any_order`: the sum does not depend on the order, as only one process has other numbers than zeros.
+
+        Raises
+        ------
+        ProcessError
+            The arrays are float64, and the servers are MXNet 2's.
         """
+        if is_mxnet2() and arrays[0].dtype == np.float64:
+            raise ProcessError(
+                "Trainer: got gradients in float64 from several processes; expected float32, in which MXNet 2's servers add "
+                "them. Call net.cast('float32')."
+            )
         if any_order or self._process.num_processes == 2:
             return _ArrivalSum(self._store, self._new_key(arrays[0].shape, arrays[0].dtype), arrays)
         return _RankSum(self._new_rows(arrays[0].size, arrays[0].dtype), arrays)

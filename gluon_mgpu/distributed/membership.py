@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import ProcessError
 from ..nested import Array
 from ..runtime.loaded import mxnet as mx
+from ..runtime.mxnet2 import is_mxnet2
 from .dist_sync import DistSync
 from .horovod import Horovod
 from .process import COLLECTIVES, LATEST, Process, this_process
@@ -129,7 +130,7 @@ class Group:
         ends = np.cumsum([1, *map(len, numbers)])
         for array, part in zip(own, np.split(total.asnumpy(), ends)[1:]):
             values = array.asnumpy()
-            values = part.astype(values.dtype) if _is_float(values) else part.astype(np.uint8).view(values.dtype)
+            values = part.astype(values.dtype) if _is_sent(values) else part.astype(np.uint8).view(values.dtype)
             # through a copy: a weight may be in oneDNN's own layout, into which NumPy cannot write
             mx.nd.array(values.reshape(array.shape), ctx=array.context, dtype=array.dtype).copyto(array)
 
@@ -140,14 +141,15 @@ class Group:
         self.backend.barrier()
 
 
-def _is_float(values: np.ndarray) -> bool:
-    return np.issubdtype(values.dtype, np.floating)
+def _is_sent(values: np.ndarray) -> bool:
+    """Return whether numbers are sent as they are: floats, except that MXNet 2's servers turn float64 into float32."""
+    return np.issubdtype(values.dtype, np.floating) and not (is_mxnet2() and values.dtype == np.float64)
 
 
 def _as_floats(values: np.ndarray) -> np.ndarray:
-    """Return numbers as floats that a sum with zeros leaves as they are; integers and bfloat16 as their bytes."""
+    """Return numbers as floats that a sum with zeros leaves as they are; others as their bytes."""
     flat = np.ascontiguousarray(values).reshape(-1)
-    return flat if _is_float(values) else flat.view(np.uint8).astype(np.float32)
+    return flat if _is_sent(values) else flat.view(np.uint8).astype(np.float32)
 
 
 @functools.lru_cache(maxsize=None)  # each step asks, and reading the environment is slow

@@ -44,7 +44,7 @@ def made_optimizer(optimizer: Any, params: Any, trained: Params) -> opt.Optimize
     by_index = dict(enumerate(named_params(trained).values()))
     try:
         made = opt.create(optimizer, param_dict=by_index, **options)
-        if is_replicable(made) and not is_mxnet2():
+        if is_replicable(made):
             _try_out(opt.create(optimizer, **{**options, "lr_scheduler": None}))
         return made
     except Exception as error:  # of a class of MXNet's, this package's or the user's
@@ -57,8 +57,11 @@ def made_optimizer(optimizer: Any, params: Any, trained: Params) -> opt.Optimize
 def _try_out(optimizer: opt.Optimizer) -> None:
     """Update one number: most options are only read then."""
     weight, gradient = mx.nd.ones((1,), ctx=mx.cpu()), mx.nd.ones((1,), ctx=mx.cpu())
-    optimizer.update(0, weight, gradient, optimizer.create_state(0, weight))
-    if not math.isfinite(weight.asscalar()):
+    if is_mxnet2():
+        opt.get_updater(optimizer)(0, gradient, weight)
+    else:
+        optimizer.update(0, weight, gradient, optimizer.create_state(0, weight))
+    if not math.isfinite(weight.asnumpy().item()):
         raise ValueError("values whose first update is not finite")
 
 

@@ -13,7 +13,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from .conftest import initialized, largest_difference, sequential, weights_of
-from .versions import nd, set_params
+from .versions import begin_thread, nd, set_params
 from .worlds import devices as devices
 
 CPU = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
@@ -269,6 +269,7 @@ def test_two_threads_train_two_networks():
     worlds = [world() for _ in range(2)]
 
     def train(net, trainer, by_hand):
+        begin_thread()
         for X, _ in passes:
             if by_hand:
                 trainer.backward(losses_of(net, X, CPU))

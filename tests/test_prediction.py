@@ -177,7 +177,7 @@ def test_dropout_is_off_and_batch_norm_predicts(devices, arrays):
     assert all((net[1].running_mean.data(context).asnumpy() == 1.5).all() for context in devices)
 
 
-@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.reshape((0, 1, -1))], ids=["itself", "a view"])
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.reshape((len(x), 1, -1))], ids=["itself", "a view"])
 def test_an_iterator_may_write_each_batch_into_the_arrays_of_the_one_before(devices, view):
     """As MXNet's own iterators do, and a network may return what it was given."""
     rows = np.random.rand(20, 6, 3).astype("float32")
@@ -246,7 +246,7 @@ NET = {"a sum": lambda x: x.sum(), "a row for all": lambda x: x[0:1], "a number"
 @pytest.mark.parametrize(
     "name, error, told",
     [
-        ("a sum", ShardError, r"got output of shape \(1,\) at batch 1, for 2 examples along axis 0"),
+        ("a sum", ShardError, r"got output of shape \((1,)?\) at batch 1, for 2 examples along axis 0"),
         ("a row for all", ShardError, r"got output of shape \(1, 3\) at batch 1, for 2 examples"),
         ("a number", TrainerError, "got output of type int at batch 1"),
         ("a word", TypeError, "got str"),
@@ -269,7 +269,7 @@ WRONG = {
     "a word": (TrainerError, r"Pass \[X\]", lambda net: predict(net, "word")),
     "a word later": (TrainerError, r"^predict: got no array at batch 2 \(data: got str", lambda net: predict(net, [X, "word"])),
     "no queue": (TrainerError, "max_inflight=0", lambda net: predict_batches(net, [X], max_inflight=0)),
-    "no weights": (TrainerError, "^predict: got dense.* not initialised", lambda net: predict_batches(nn.Dense(3), [X])),
+    "no weights": (TrainerError, "^predict: got (dense.*|weight) not initialised", lambda net: predict_batches(nn.Dense(3), [X])),
     "no pairs": (TrainerError, "expected pairs", lambda net: predict(net, [X], pairs=True)),
     "pairs that are not called so": (TrainerError, "Pass pairs=True", lambda net: predict(net, [(X, X[:, 0])])),
     "no such axis": (ShardError, "batch_axis", lambda net: predict(net, [X], batch_axis=3)),

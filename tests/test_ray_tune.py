@@ -17,6 +17,7 @@ from gluon_mgpu.errors import MissingExtraError, TrainerError
 from gluon_mgpu.tuning import ray_tune
 
 from .conftest import LOSS, initialized, largest_difference, small_batches, small_net, weights_of
+from .versions import nd
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "search_resnet18.py"
 with_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install '.[ray]'")
@@ -125,21 +126,21 @@ def test_a_trial_takes_anothers_weights_and_states_and_keeps_its_own_learning_ra
     assert largest_difference(copy.begin.momentum, [np.zeros_like(array) for array in copy.begin.momentum]) > 0
 
     net = small_net([mx.cpu(0)])
-    net(mx.nd.zeros((1, 1, 6, 6)))  # sets the shapes
+    net(nd.zeros((1, 1, 6, 6)))  # sets the shapes
     for param, value in zip(net.collect_params().values(), copy.begin.weights):
-        param.set_data(mx.nd.array(value))
+        param.set_data(nd.array(value))
     ((X, y),) = small_batches([21])
     third = mgpu.data.ArrayLoader(X, y, 8, shuffle=True, seed=3)
     third.epoch = 2
     momentum = copy.begin.momentum
     for X, y in third:
         with mx.autograd.record():
-            loss = LOSS(net(mx.nd.array(X)), mx.nd.array(y)).sum()
+            loss = LOSS(net(nd.array(X)), nd.array(y)).sum()
         loss.backward()
         params = list(net.collect_params().values())
         momentum = [0.9 * old - 0.02 * param.grad().asnumpy() / len(X) for old, param in zip(momentum, params)]
         for param, change in zip(params, momentum):
-            param.set_data(param.data() + mx.nd.array(change))
+            param.set_data(param.data() + nd.array(change))
     assert largest_difference(weights_of(net), weights_of(copy.net)) < 1e-6
 
 
@@ -169,5 +170,5 @@ def test_the_script_searches(tmp_path, scheduler):
     best, checkpoint = [line for line in done.stdout.decode().splitlines() if line.startswith(("best: ", "checkpoint: "))]
     assert "test accuracy" in best
     net = initialized(mgpu.models.resnet18(10))
-    net(mx.nd.zeros((1, 1, 8, 8)))
+    net(nd.zeros((1, 1, 8, 8)))
     mgpu.load_checkpoint(checkpoint.split(": ")[1], net)

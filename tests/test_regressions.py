@@ -93,7 +93,7 @@ def test_without_a_kvstore_every_device_goes_its_own_way(trainer_class):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # MXNet leaves the file open
 @BOTH
 def test_states_are_loaded_into_other_layers(trainer_class, tmp_path):
-    """Gluon orders parameters by their names as strings: dense10_ < dense9_, but dense10_ < dense11_."""
+    """Gluon orders parameters by their names as strings: dense10_ < dense9_, but dense10_ < dense11_. MXNet 2 has no names."""
 
     def named(number):
         return {} if is_mxnet2() else {"prefix": f"dense{number}_"}
@@ -114,7 +114,7 @@ def test_states_are_loaded_into_other_layers(trainer_class, tmp_path):
         backward(layer, [(context, 0.0) for context in CTX])
     trainer.step(2)  # no gradient: each weight moves by half of its momentum
     moved = [weight(layer) - 1.0 for layer in loaded]
-    assert moved == ([-10.0, -1.0] if gluons else [-1.0, -10.0])
+    assert moved == ([-10.0, -1.0] if gluons and not is_mxnet2() else [-1.0, -10.0])
 
 
 @BOTH

@@ -6,6 +6,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.runtime.mxnet2 import is_mxnet2
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -18,7 +19,7 @@ OPTIMIZERS = {
     "sgd": {"learning_rate": 0.05, "momentum": 0.9},
     "nadam": {"learning_rate": 0.05},
     "lars": {"momentum": 0.9, **SCHEDULED},
-    "lbsgd": {"momentum": 0.9, "batch_scale": 2, **SCHEDULED},
+    **({} if is_mxnet2() else {"lbsgd": {"momentum": 0.9, "batch_scale": 2, **SCHEDULED}}),
 }
 
 
@@ -60,7 +61,9 @@ def gluons_weights(name, np_arrays):
     return steps(net, made(gluon.Trainer, net, name), count=4)
 
 
-@pytest.mark.parametrize("num_devices, arrays", [(1, "nd"), (1, "np"), (3, "np")], indirect=["arrays"])
+@pytest.mark.parametrize(
+    "num_devices, arrays", [(1, "np"), (3, "np"), *([] if is_mxnet2() else [(1, "nd")])], indirect=["arrays"]
+)
 def test_optimizers_update_in_gluons_order(num_devices, arrays):
     """nadam's schedule moves with each parameter, LARS and LBSGD ask for one rate before it moves: a bias was off by 93 %."""
     for name in OPTIMIZERS:
@@ -80,7 +83,9 @@ def test_states_continue_as_gluons_trainer_does(num_devices, tmp_path):
         trainer = made(mgpu.Trainer, net, name)
         trainer.load_states(path)
         tolerance = 0.0 if num_devices == 1 else 1e-5
-        assert largest_difference(steps(net, trainer, first=2, count=2), gluons_weights(name, False)) <= tolerance, name
+        assert (
+            largest_difference(steps(net, trainer, first=2, count=2), gluons_weights(name, mx.util.is_np_array())) <= tolerance
+        ), name
 
 
 def test_an_optimizer_that_takes_only_rows_continues(tmp_path):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.data import ArrayLoader
 from gluon_mgpu.errors import ModesError, ReplicaError, StaleGradientError, StateError, TrainerError
+from gluon_mgpu.runtime.mxnet2 import is_mxnet2
 from gluon_mgpu.trainer.precision import can_compute_bf16
 from gluon_mgpu.trainer.tree_sum import TreeSum, VirtualShards, complete_parts
 from hypothesis import given
@@ -17,9 +18,9 @@ from hypothesis import strategies as st
 from mxnet import gluon
 from mxnet.gluon import nn, rnn
 
-from .conftest import LOSS, cpus, initialized, sequential
+from .conftest import LOSS, as_array, cpus, initialized, sequential
 from .test_resume import KilledAfter, KilledError
-from .versions import nd, set_params
+from .versions import COMPILED, nd, set_params
 
 OPTIMIZERS = {
     "sgd": ("sgd", {"learning_rate": 0.05, "momentum": 0.9}),
@@ -49,8 +50,8 @@ def make(network, num_devices, optimizer="sgd", shards=8, *, hybridize=True, **o
     mx.random.seed(3)
     np.random.seed(3)
     layers, shape = NETWORKS[network]()
-    net = sequential(*layers, ctx=cpus(num_devices), init=mx.init.Xavier())
-    if hybridize:
+    net = sequential(*layers, ctx=cpus(num_devices), init=mx.init.Uniform(0.3))
+    if hybridize and not (network == "recurrent" and is_mxnet2()):  # its graph would keep the size of the first shard
         net.hybridize()
     name, params = OPTIMIZERS[optimizer]
     return net, mgpu.Trainer(net, name, dict(params), virtual_shards=shards, **options), shape
@@ -116,7 +117,7 @@ def test_a_network_that_no_shard_reaches_stays():
         net.initialize(mx.init.One(), ctx=cpus(2))
     both = [param for net in nets for param in net.collect_params().values()]
     trainer = mgpu.Trainer(both, "sgd", {"wd": 0.5}, virtual_shards=4, find_unused_parameters=True)
-    mgpu.compile_step(nets[0], gluon.loss.L2Loss(), trainer)(np.ones((8, 3)), np.ones((8, 2)))
+    mgpu.compile_step(nets[0], gluon.loss.L2Loss(), trainer, compiled=COMPILED)(np.ones((8, 3)), np.ones((8, 2)))
     assert [(net.weight.data(mx.cpu(1)) == 1).asnumpy().all() for net in nets] == [False, True]
 
 
@@ -158,7 +159,7 @@ def test_the_tree_is_the_same_for_every_division(num_shards, data):
     leaves = np.random.RandomState(num_shards).randn(num_leaves, 5).astype("float32")
     tree = TreeSum(VirtualShards(num_shards, cpus(num_devices)), cpus(num_devices))
     each = num_shards // num_devices
-    gradients = [[nd.zeros(5, ctx=context)] for context in cpus(num_devices)]
+    gradients = [[mx.nd.zeros(5, ctx=context)] for context in cpus(num_devices)]  # a trainer adds legacy arrays up
     for number, leaf in enumerate(leaves):
         replica = number // each
         gradients[replica][0][:] = leaf
@@ -225,7 +226,11 @@ def test_evaluate():
         (lambda: mgpu.LocalSGD(make("mlp", 2, shards=None)[0], "sgd", every=2, virtual_shards=8), "virtual_shards and LocalSGD"),
         (lambda: by_hand(*make("mlp", 2)), "got virtual_shards and a loop by hand"),
         (lambda: weighted(*make("mlp", 2)), "virtual shards have equal sizes"),
-        (lambda: synchronised(*make("mlp", 2)), "virtual_shards and synchronised BatchNorm"),
+        pytest.param(
+            lambda: synchronised(*make("mlp", 2)),
+            "virtual_shards and synchronised BatchNorm",
+            marks=pytest.mark.mxnet1("synchronised BatchNorm"),
+        ),
         (lambda: make("mlp", 1, check_replicas_every=10), "got check_replicas_every=10 with 1 replicas"),
     ],
 )
@@ -262,13 +267,13 @@ def flip(array, rng):
     """Flip a bit of an array, except for the sign and the largest bits of the exponent."""
     values = array.asnumpy()
     values.reshape(-1).view(np.uint32)[rng.randint(array.size)] ^= np.uint32(1 << rng.randint(10, 28))
-    nd.array(values, ctx=array.context).copyto(array.as_nd_ndarray())
+    mx.nd.array(values, ctx=array.context).copyto(array.as_nd_ndarray())
 
 
 def checked(num_devices, every, shards=None):
     net, trainer, shape = make("mlp", num_devices, shards=shards, check_replicas_every=every)
     X, y = np.random.RandomState(0).randn(12, *shape).astype("float32"), np.arange(12) % 5
-    step = mgpu.compile_step(net, LOSS, trainer)
+    step = mgpu.compile_step(net, LOSS, trainer, compiled=COMPILED)
     for _ in range(2):
         step(X, y)
     return net, trainer, lambda: step(X, y)
@@ -408,8 +413,8 @@ def test_what_a_program_draws_between_batches_does_not_depend_on_earlier_passes(
         mx.random.seed(0)
         net = initialized(nn.Dense(1, in_units=2), hybridize={})
         trainer = mgpu.Trainer(net, "sgd", virtual_shards=2)
-        steps = [mgpu.compile_step(net, gluon.loss.L2Loss(), trainer) for _ in range(3)]
+        steps = [mgpu.compile_step(net, gluon.loss.L2Loss(), trainer, compiled=COMPILED) for _ in range(3)]
         for step in steps if is_new else steps[:1] * 3:
-            step(mx.nd.random.normal(shape=(4, 2)), np.ones(4, "float32"))
+            step(as_array(mx.nd.random.normal(shape=(4, 2)).asnumpy()), np.ones(4, "float32"))
         found.append(net.weight.data().asnumpy().tolist())
     assert found[0] == found[1]

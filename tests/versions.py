@@ -21,6 +21,7 @@ class _NumPyArrays:
 
 
 nd = _NumPyArrays() if is_mxnet2() else mx.nd  # what the layers of MXNet take when np arrays are not asked for
+COMPILED = "auto" if is_mxnet2() else "on"  # MXNet 2 compiles no passes
 
 
 class HybridBlock(nn.HybridBlock):
@@ -38,6 +39,12 @@ class HybridBlock(nn.HybridBlock):
 
         def hybrid_forward(self, F, *args, **params):
             return self.compute(F, *args, **params)
+
+
+def begin_thread():
+    """Switch np arrays on in this thread if MXNet's layers take no others."""
+    if is_mxnet2():
+        mx.npx.set_np()
 
 
 def without_log(text):

@@ -187,7 +187,7 @@ def split_and_load(
     Examples
     --------
     >>> shards = split_and_load((np.zeros((5, 2)), np.arange(5)), [mx.cpu(0), mx.cpu(1)], even_split=False)
-    >>> [(x.shape, str(x.dtype.__name__), y.shape, y.context) for x, y in shards]
+    >>> [(x.shape, np.dtype(x.dtype).name, y.shape, y.context) for x, y in shards]
     [((3, 2), 'float32', (3,), cpu(0)), ((2, 2), 'float32', (2,), cpu(1))]
 
     Source: the signature is that of `mxnet.gluon.utils.split_and_load`.

@@ -49,7 +49,7 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
     >>> net = gluon.nn.BatchNorm(in_channels=1, momentum=0.5)
     >>> net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
     >>> update_bn(net, [(mx.nd.array([[4.0], [8.0]]), mx.nd.zeros(2))] * 20)
-    >>> [round(float(mean.asscalar()), 3) for mean in net.running_mean.list_data()]
+    >>> [round(mean.asnumpy().item(), 3) for mean in net.running_mean.list_data()]
     [6.0, 6.0]
     """
     check_network("update_bn", net)

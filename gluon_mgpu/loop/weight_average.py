@@ -42,11 +42,12 @@ class WeightAverage(Callback):
 
     Examples
     --------
-    >>> from mxnet import gluon, nd
+    >>> import mxnet as mx
+    >>> from mxnet import gluon
     >>> from gluon_mgpu import Trainer, fit
     >>> net = gluon.nn.Dense(1, in_units=1)
     >>> net.initialize()
-    >>> data = [(nd.ones((4, 1)), nd.ones(4))] * 3
+    >>> data = [(mx.nd.ones((4, 1)), mx.nd.ones(4))] * 3
     >>> average = WeightAverage("ema", decay=0.99)
     >>> history = fit(net, gluon.loss.L2Loss(), Trainer(net, "sgd"), data, epochs=2, metrics=(), callbacks=[average])
     >>> average.num_updates

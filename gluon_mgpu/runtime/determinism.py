@@ -41,7 +41,7 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> int:
     Examples
     --------
     >>> def draw():
-    ...     return random.random(), np.random.rand(), mx.nd.random.uniform(shape=1, ctx=mx.cpu(1)).asscalar()
+    ...     return random.random(), np.random.rand(), mx.random.uniform(shape=1, ctx=mx.cpu(1)).asnumpy().item()
     >>> first = (seed_everything(7), draw())
     >>> first == (seed_everything(7), draw())
     True

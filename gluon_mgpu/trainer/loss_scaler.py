@@ -45,7 +45,7 @@ class LossScaler:
     >>> import mxnet as mx
     >>> scaler = LossScaler(scale=8.0)
     >>> losses = scaler.scale_losses([mx.nd.array([0.5])])
-    >>> float(losses[0].asscalar()), scaler.update([mx.nd.array([4.0])])  # the factor of these gradients
+    >>> losses[0].asnumpy().item(), scaler.update([mx.nd.array([4.0])])  # the factor of these gradients
     (4.0, 8.0)
     >>> scaler.update([mx.nd.array([float("inf")])])  # None: skip this step
     >>> scaler.state()

@@ -361,7 +361,7 @@ def modes_of(program):
         "a loop by hand whose first batch decides shapes": program.deferred and first,
         "a split of your own": program.weights and program.virtual_shards,
         "static_shape": program.hybridize == "static",
-        "a loop by hand after a change of grad_req": hows & by_hand and verbs & {"thaw", "add"},
+        "a loop by hand after a change of grad_req": (hows & by_hand or "other" in verbs) and verbs & {"thaw", "add"},
         "several passes before a step": program.num_processes > 1 and verbs & {"other", "dropped"},
         "allreduce_grads()": "reduce" in hows,
         "compile_step()": "compiled" in hows,

@@ -102,6 +102,12 @@ REFUSALS: Tuple[Refusal, ...] = (
         "Call trainer.backward(losses) once, and discard() after a pass that no step uses",
     ),
     Refusal(
+        "precision='fp16'",
+        "a pass for several trainers",
+        "each trainer has a loss scale of its own",
+        "Call backward() of each trainer with losses of its own, or train in bfloat16",
+    ),
+    Refusal(
         "compile_step()",
         "loss.backward()",
         "compiled steps do not look at the flags of gradients",

@@ -5,7 +5,7 @@ from dataclasses import replace
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
-from gluon_mgpu.errors import NonFiniteLossError, StateError, TrainerError
+from gluon_mgpu.errors import ModesError, NonFiniteLossError, StateError, TrainerError
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import autograd
 
@@ -70,6 +70,13 @@ def test_losses_are_multiplied_within_the_graph(inside, arrays, devices):
         assert product.asnumpy().tolist() == [2048.0, 4608.0]
         assert weight.grad.asnumpy().tolist() == [2048.0, 3072.0]
     assert not autograd.is_recording()
+
+
+def test_one_pass_has_one_scale():
+    trainers = [mgpu.Trainer(small_net([mx.cpu(0)]), "sgd") for _ in range(2)]
+    trainers[1].loss_scaler = LossScaler()
+    with pytest.raises(ModesError, match="each trainer has a loss scale of its own"):
+        mgpu.backward([mx.nd.ones((1,))], trainers)
 
 
 def test_gradients_that_were_not_scaled_are_refused():

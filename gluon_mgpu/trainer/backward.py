@@ -41,12 +41,11 @@ def run_backward(operation: str, losses: Sequence[Array], trainers: Sequence[Tak
         raise refusal(operation, "several processes", "several passes before a step")
     for trainer in trainers:
         trainer.check_begun(operation)
-    scaled = [scaled_losses(one, losses) for one in trainers]
-    if len(scaled) > 1 and any(one is not losses for one in scaled):
+    if len(trainers) > 1 and any(one.loss_scaler is not None for one in trainers):
         raise refusal(operation, "precision='fp16'", "a pass for several trainers")
     with ExitStack() as stack:
         found = [stack.enter_context(one.gradients.one_pass(keeps=True)) for one in trainers]
-        differentiate(operation, scaled[0] if scaled else losses)
+        differentiate(operation, scaled_losses(trainers[0], losses) if trainers else losses)
     for trainer, one in zip(trainers, found):
         trainer.take(trainer.gradients.counted(one, losses))
 

@@ -559,3 +559,60 @@ def test_frozen_parameters_have_no_parts():
     mgpu.backward(losses_of(net, X, CPU[:2]), [trunk, head])
     trunk.step(4)
     head.step(4, ignore_stale_grad=True)
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_one_pass_does_not_serve_two_trainers_of_one_parameter(is_part):
+    """The first trainer found no gradient, or trained without those that they share."""
+    net, _, head = trunk_and_head()
+    trainers = [mgpu.Trainer(net, *MOMENTUM, find_unused_parameters=True), head]
+    losses = losses_of(net, data(1, 4, 2), CPU[:2])
+    trainers = trainers if is_part else [trainers[0], trainers[0]]
+    assert_refused(partial(mgpu.backward, losses, trainers), "two trainers of", TrainerError)
+
+
+@pytest.mark.parametrize("options", [{"micro_steps": 2}, {"virtual_shards": 2}], ids=str)
+def test_parts_of_a_batch_write_over_a_pass_of_another_trainer(options):
+    """Its step used them, without an error."""
+    net, _, head = trunk_and_head()
+    trunk = mgpu.Trainer(net[0], *MOMENTUM, virtual_shards=options.get("virtual_shards"))
+    head.backward(losses_of(net[1], data(1, 4), CPU[:2]))
+    batch = data(2, 4, 2), data(3, 4, 1)
+    mgpu.train_batch(net, gluon.loss.L2Loss(), trunk, *batch, micro_steps=options.get("micro_steps", 1))
+    assert_refused(partial(head.step, 4), "no gradient", StaleGradientError)
+    head.backward(losses_of(net[1], data(1, 4), CPU[:2]))
+    head.step(4)
+
+
+@pytest.mark.mxnet1("compiled passes")
+def test_compiled_virtual_shards_drop_earlier_passes():
+    """They were refused as a second pass before the step."""
+    found = []
+    for has_earlier in (True, False):
+        net = dense(CPU[:2])
+        net.hybridize()
+        trainer = mgpu.Trainer(net, *MOMENTUM, virtual_shards=2)
+        if has_earlier:
+            autograd.backward(losses_of(net, data(1, 4), CPU[:2]))
+        mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, data(2, 4), data(3, 4, 1), compiled="on")
+        found.append(weights_of(net))
+    assert largest_difference(*found) == 0
+
+
+@pytest.mark.mxnet1("compiled passes")
+@pytest.mark.parametrize("form_of_pass", ["trainer.backward", "autograd.backward"])
+def test_a_compiled_batch_that_fails_leaves_no_earlier_pass(form_of_pass):
+    """A step used its gradients in the place of those of the pass before."""
+    net = dense(CPU[:2])
+    net.hybridize()
+    trainer, loss = mgpu.Trainer(net, *MOMENTUM), gluon.loss.L2Loss()
+    losses = losses_of(net, data(1, 4), CPU[:2])
+    (FORMS[form_of_pass] or trainer.backward)(losses)
+
+    class Mean(gluon.loss.Loss):
+        def hybrid_forward(self, F, output, label):
+            return loss(output, label).mean()
+
+    step = mgpu.compile_step(net, Mean(None, 0), trainer)
+    assert_refused(partial(step, data(2, 4), data(3, 4, 1)), "one number for each example", TrainerError)
+    assert_refused(partial(trainer.step, 4), "no gradient", StaleGradientError)

@@ -132,6 +132,7 @@ class CompiledPasses(Passes):
         if queued is None:
             return super()._go_back(trainer, losses, plan)
         scale = 1.0 if trainer.loss_scaler is None else trainer.loss_scaler.begin()
+        trainer.gradients.begin_graphs()
         for executor in queued.executors:
             executor.backward(scale)
         if queued.found is None:  # until the parameters change, it is the same for each batch of this form

@@ -152,7 +152,7 @@ def backward(losses: Sequence[Array], trainers: Sequence[Trainer] = ()) -> None:
     Raises
     ------
     TrainerError
-        The losses are not a list of arrays, or these are no trainers.
+        The losses are not a list of arrays, these are no trainers, or two of them train one parameter.
     """
     if not isinstance(trainers, (list, tuple)) or not all(isinstance(one, Trainer) for one in trainers):
         raise TrainerError(

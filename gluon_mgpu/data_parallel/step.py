@@ -18,7 +18,7 @@ from ..refusals import refusal
 from ..runtime.mxnet2 import require_np_arrays
 from ..trainer.gradients import drop_flags
 from ..trainer.options import check_not_recording
-from ..trainer.parameters import has_values
+from ..trainer.parameters import has_values, trainers_of
 from ..trainer.process_sync import check_others
 from ..trainer.running_stats import running_stats
 from ..trainer.trainer import Trainer
@@ -308,7 +308,9 @@ class TrainStep:
         on_phase("update")
         trainer.take(found)
         if self._others and (passes.in_parts or self._micro_steps > 1):
-            drop_flags(self._others)
+            drop_flags(self._others)  # they are of a part of the batch
+            for other in trainers_of(self._others):
+                other.gradients.leave_out(self._others)
         trainer.step(divisor, self._ignore_stale_grad)
         on_phase("dispatch")
         self._in_flight.append((losses, checks))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Optional, Protocol, Sequence
+from typing import List, Optional, Protocol, Sequence, Set
 
-from mxnet import autograd
+from mxnet import autograd, gluon
 
 from ..checks import explaining, short
 from ..distributed import group
@@ -21,6 +21,10 @@ class Taker(Protocol):
 
     gradients: Gradients
     loss_scaler: Optional[LossScaler]
+
+    @property
+    def params(self) -> List[gluon.Parameter]:
+        """Its parameters."""
 
     def check_begun(self, operation: str) -> None:
         """Raise `ModesError` if the processes of a job do not share the weights yet."""
@@ -43,11 +47,26 @@ def run_backward(operation: str, losses: Sequence[Array], trainers: Sequence[Tak
         trainer.check_begun(operation)
     if len(trainers) > 1 and any(one.loss_scaler is not None for one in trainers):
         raise refusal(operation, "precision='fp16'", "a pass for several trainers")
+    _check_apart(operation, trainers)
     with ExitStack() as stack:
         found = [stack.enter_context(one.gradients.one_pass(keeps=True)) for one in trainers]
         differentiate(operation, scaled_losses(trainers[0], losses) if trainers else losses)
     for trainer, one in zip(trainers, found):
         trainer.take(trainer.gradients.counted(one, losses))
+
+
+def _check_apart(operation: str, trainers: Sequence[Taker]) -> None:
+    """Raise `TrainerError` if two trainers train one parameter: the first step sums its gradients, and the second would again."""
+    taken: Set[int] = set()
+    for trainer in trainers if len(trainers) > 1 else ():
+        trained = {id(param): param for param in trainer.params if param.grad_req != "null"}
+        shared = next((param.name for key, param in trained.items() if key in taken), None)
+        if shared is not None:
+            raise TrainerError(
+                f"{operation}: got two trainers of {shared}; expected each parameter in one, as one step uses it. Make them of "
+                "different parts of the network, or call backward() and step() of one after the other."
+            )
+        taken.update(trained)
 
 
 def scaled_losses(trainer: Taker, losses: Sequence[Array]) -> Sequence[Array]:

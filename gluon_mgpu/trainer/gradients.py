@@ -50,14 +50,11 @@ class Pass:
         Those of each device.
     is_current : bool
         Whether the step that follows need not look at the parameters again.
-    is_of_graph : bool
-        Whether bound graphs wrote them, which set no flags.
     """
 
     written: Optional[Table]
     examples: Examples
     is_current: bool = False
-    is_of_graph: bool = False
 
 
 class Gradients:
@@ -199,11 +196,17 @@ class Gradients:
             examples = dict.fromkeys(reached, sum(examples.values()) / len(reached))
         return Pass(written, examples)
 
+    def begin_graphs(self) -> None:
+        """Drop gradients that no step has used, except for running sums: bound graphs, which set no flags, write over them."""
+        if self.latest is not None or not self._are_unread:
+            self.drop_unused()
+            self._are_unread = not self._running_indices
+
     def by_graphs(self, params: Mapping[int, gluon.Parameter], examples: Examples) -> Pass:
         """Return a pass whose graphs have written the gradients of these parameters, by their ids, on the devices of examples."""
         own = [id(self._layout.params[index]) in params for index, _ in self._entries]
         written = np.array([is_own and context in examples for is_own, context in zip(own, self._contexts)], dtype=bool)
-        return Pass(None if written.all() else written, examples, is_current=True, is_of_graph=True)
+        return Pass(None if written.all() else written, examples, is_current=True)
 
     def joined(self, passes: Sequence[Pass]) -> Pass:
         """Return the pass that these are parts of, without examples."""
@@ -212,10 +215,15 @@ class Gradients:
 
     def take(self, found: Pass) -> None:
         """Let the next step use a pass."""
-        if found.is_of_graph and not self._are_unread:
-            self.drop_unused()
-            self._are_unread = not self._running_indices
         self.latest = found
+
+    def leave_out(self, params: Iterable[gluon.Parameter]) -> None:
+        """Let no step use gradients of these parameters: another trainer's pass has written over them."""
+        if self.latest is not None:
+            others = set(map(id, params))
+            stay = [id(self._layout.params[index]) not in others for index, _ in self._entries]
+            written = self._fresh() & np.array(stay, dtype=bool)
+            self.latest = replace(self.latest, written=written)
 
     @contextmanager
     def adding(self) -> Iterator[Pass]:

@@ -751,3 +751,20 @@ def test_shapes_that_the_first_batch_decides():
     assert [block.weight.shape for block in blocks] == [(16, 16), (5, 16)]
     assert [block.weight.list_ctx() for block in blocks] == [[mx.cpu(0)], [mx.cpu(1)]]
     assert repr(model).splitlines()[1] == "  stage 0 on cpu(0): 2 parameters"
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_one_example_reaches_all_stages_in_a_loop_by_hand_with_autograd(num_replicas):
+    """Its step was refused: each stage counted as a device with another example."""
+    devices = contexts(2, num_replicas)
+    model = mgpu.Pipeline(list(dense(1)), devices)
+    trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.1})
+    for number in range(1, num_replicas + 1):
+        with autograd.record():
+            losses = [model(mx.nd.ones((1, 16), ctx=one)).square().sum(axis=1) for one in trainer.contexts[:number]]
+        autograd.backward(losses)
+        if number > 1:
+            with pytest.raises(TrainerError, match="got gradients on"):
+                trainer.step(1)
+        trainer.step(number)
+    assert trainer.optimizer.num_update == num_replicas

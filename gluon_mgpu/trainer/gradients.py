@@ -410,7 +410,8 @@ class Gradients:
             if not latest.is_current and self._flags.read().any():
                 raise refusal("Trainer.step", "trainer.backward()", "loss.backward()")
             return fresh, {}
-        if num_examples is not None and len(self._devices_of(fresh & ~self._running)) > max(num_examples, 1):
+        num_replicas = self._layout.num_replicas(self._devices_of(fresh & ~self._running))
+        if num_examples is not None and num_replicas > max(num_examples, 1):
             raise TrainerError(
                 f"Trainer.step: got gradients on {len(self._devices_of(fresh))} devices for {num_examples} examples; expected at "
                 "most as many devices, as others hold those of another pass. Call trainer.backward(losses) instead of "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from operator import attrgetter, is_not
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple, Union
 
 import numpy as np
 from mxnet import Context, gluon
@@ -97,8 +97,11 @@ class Layout:
         self.devices: List[Context] = list(getattr(params, "all_contexts", self.contexts))
         # by the device of a pipeline's recorded output: those of the stages before it
         self.stages_before: Dict[Context, Set[Context]] = {}
+        self._last_of: Dict[Context, Context] = {}  # by device of a pipeline: the last one of its replica
         for stages in params.devices if self.spans_devices else ():  # type: ignore[union-attr]
             self.stages_before[stages[-1]] = set(stages) - {stages[-1]}
+            for device in stages:
+                self._last_of.setdefault(device, stages[-1])
         self.contexts_of = {index: list(contexts) for contexts, indices in self.groups.items() for index in indices}
         self.trainable: List[int] = []
         self.shapeless: List[int] = []
@@ -117,6 +120,10 @@ class Layout:
         self._hybrid: List[gluon.HybridBlock] = []
         self._graphs: List[object] = []  # theirs, which were checked
         self.has_new_graphs, self._is_searched = True, False
+
+    def num_replicas(self, devices: Iterable[Context]) -> int:
+        """Return how many replicas are on these devices, at least: one on each, or on all devices of a pipeline."""
+        return len({self._last_of.get(device, device) for device in devices})
 
     def follow(self, *, looks: bool = True, by_hand: bool = False) -> None:
         """Update the places where Gluon has made new arrays, or the first batch has decided shapes.

@@ -581,6 +581,10 @@ def test_parts_of_a_batch_write_over_a_pass_of_another_trainer(options):
     mgpu.train_batch(net, gluon.loss.L2Loss(), trunk, *batch, micro_steps=options.get("micro_steps", 1))
     assert_refused(partial(head.step, 4), "no gradient", StaleGradientError)
     head.backward(losses_of(net[1], data(1, 4), CPU[:2]))
+    head.allreduce_grads()
+    mgpu.train_batch(net, gluon.loss.L2Loss(), trunk, *batch, micro_steps=options.get("micro_steps", 1))
+    assert_refused(partial(head.update, 4), "not summed")
+    head.backward(losses_of(net[1], data(1, 4), CPU[:2]))
     head.step(4)
 
 

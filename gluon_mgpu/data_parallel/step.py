@@ -310,7 +310,7 @@ class TrainStep:
         if self._others and (passes.in_parts or self._micro_steps > 1):
             drop_flags(self._others)  # they are of a part of the batch
             for other in trainers_of(self._others):
-                other.gradients.leave_out(self._others)
+                other.leave_out(self._others)
         trainer.step(divisor, self._ignore_stale_grad)
         on_phase("dispatch")
         self._in_flight.append((losses, checks))

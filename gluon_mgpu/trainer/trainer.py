@@ -460,6 +460,13 @@ class Trainer(gluon.Trainer):
         if self.tree is None:  # virtual shards move the statistics themselves
             self.running_stats.count(found.examples)
 
+    def leave_out(self, params: Sequence[gluon.Parameter]) -> None:
+        """Let no step or update use gradients of these parameters: another trainer's pass has written over them."""
+        self.gradients.leave_out(params)
+        own = set(map(id, params))
+        if self._summed and any(id(self._params[index]) in own for slab in self._summed for index in slab.indices):
+            self._summed = None
+
     def _count(self, examples: Examples) -> None:
         """Count the examples of MXNet's own `backward`, if there are any."""
         if examples:

@@ -12,7 +12,7 @@ import gluon_mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from gluon_mgpu.trainer.precision import can_compute_bf16
 from hypothesis import HealthCheck, settings
 from mxnet import autograd, gluon

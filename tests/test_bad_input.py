@@ -10,7 +10,8 @@ import pytest
 from gluon_mgpu.checks import real_number
 from gluon_mgpu.data_parallel.batchnorm import is_synchronised
 from gluon_mgpu.errors import ShardError, TrainerError
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2, trainer_of
+from gluon_mgpu.mxnet_internals.parameters import trainer_of
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from gluon_mgpu.trainer.local_sgd import LocalSGD
 from gluon_mgpu.trainer.precision import precision_of
 from mxnet import gluon

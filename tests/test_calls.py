@@ -6,7 +6,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.runtime.c_api import Flags
+from gluon_mgpu.mxnet_internals.c_calls import Flags
 from gluon_mgpu.trainer.layout import Layout
 from mxnet import autograd, gluon
 from mxnet.gluon import nn

@@ -21,8 +21,8 @@ from gluon_mgpu.data_parallel.graph import NotCompilableError, trace
 from gluon_mgpu.errors import ShardError, StepError, TrainerError
 from gluon_mgpu.models.seq2seq.network import Seq2Seq
 from gluon_mgpu.models.seq2seq.sequence_loss import SequenceLoss
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from gluon_mgpu.runtime.device_threads import environment_with, in_own_thread
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import autograd, gluon
 from mxnet.gluon import nn

@@ -7,7 +7,7 @@ from pathlib import Path
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from mxnet import autograd, gluon
 
 from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds

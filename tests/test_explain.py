@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from gluon_mgpu.cli import main
 from gluon_mgpu.cli.main import CommandGroup
 from gluon_mgpu.known_errors import entries, explain_message, last_error
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from mxnet import MXNetError, autograd, gluon
 from mxnet.gluon import nn
 

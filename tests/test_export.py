@@ -17,7 +17,7 @@ from gluon_mgpu.cli import main
 from gluon_mgpu.errors import TrainerError
 from gluon_mgpu.exporters import onnx_translator
 from gluon_mgpu.exporters.onnx_operators import OPERATORS
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from gluon_mgpu.trainer.parameters import blocks_of
 from hypothesis import given
 from hypothesis import strategies as st

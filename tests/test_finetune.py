@@ -4,7 +4,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 

@@ -8,7 +8,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import NonFiniteLossError, TrainerError
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from mxnet.gluon import nn
 
 from .conftest import LOSS, SEED, largest_difference, sequential, weights_of

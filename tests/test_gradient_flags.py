@@ -1,8 +1,8 @@
-"""runtime/c_api.py: the fresh flags of gradients."""
+"""mxnet_internals/c_calls.py: the fresh flags of gradients."""
 
 import mxnet as mx
 import numpy as np
-from gluon_mgpu.runtime.c_api import Flags
+from gluon_mgpu.mxnet_internals.c_calls import Flags
 
 
 def variables(count):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.distributed.dist_sync import DistSync
 from gluon_mgpu.errors import ProcessError, TrainerError
-from gluon_mgpu.runtime import mxnet2
+from gluon_mgpu.mxnet_internals import blocks, versions
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -21,7 +21,7 @@ from .versions import HybridBlock, nd
 ROOT = Path(__file__).parent.parent
 CONTEXTS = [mx.cpu(0), mx.cpu(1)]
 LOSS = gluon.loss.L2Loss()
-on_2 = pytest.mark.skipif(not mxnet2.is_mxnet2(), reason="MXNet 1.9: sh scripts/test_mxnet2.sh")
+on_2 = pytest.mark.skipif(not versions.is_mxnet2(), reason="MXNet 1.9: sh scripts/test_mxnet2.sh")
 
 
 def batch():
@@ -49,14 +49,14 @@ def named(*names):
 def test_children_are_blocks(version):
     first, second = nn.Dense(1), nn.Dense(2)
     held = {"1": [first, second], "2": [weakref.ref(first), weakref.ref(second)]}[version]
-    assert mxnet2.children(SimpleNamespace(_children=dict(enumerate(held)))) == [first, second]
-    assert mxnet2.children(SimpleNamespace(_children={})) == []
+    assert blocks.children(SimpleNamespace(_children=dict(enumerate(held)))) == [first, second]
+    assert blocks.children(SimpleNamespace(_children={})) == []
 
 
 def test_names_of_a_list_are_different_for_different_parameters_only(version):
     names = {"1": ["dense0_weight", "dense1_weight"], "2": ["weight", "weight"]}[version]
     one, two = named(*names)
-    found = mxnet2.unique_names([one, two, one])
+    found = versions.unique_names([one, two, one])
     assert len(set(found)) == 2
     assert found[0] == found[2]
 

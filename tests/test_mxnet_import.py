@@ -7,8 +7,8 @@ import sys
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2
-from gluon_mgpu.runtime.mxnet_import import as_text
+from gluon_mgpu.mxnet_internals.mxnet_import import as_text
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from mxnet import nd
 from mxnet.gluon import nn
 

@@ -6,7 +6,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.runtime.c_api import Operator, PushPull
+from gluon_mgpu.mxnet_internals.c_calls import Operator, PushPull
 from gluon_mgpu.trainer.update import Update
 from mxnet import autograd, gluon
 from mxnet.gluon import nn

@@ -7,7 +7,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.checkpoint.params_file import mxnet_array, read_params, write_params
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 
 ARRAYS = {
     "0.weight": np.arange(6, dtype="float32").reshape(2, 3),

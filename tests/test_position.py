@@ -12,7 +12,7 @@ import pytest
 from gluon_mgpu.checkpoint.resume import FitProgress, check_data, loader_epoch, remaining_batches, set_loader_epoch
 from gluon_mgpu.checkpoint.snapshot import read_content
 from gluon_mgpu.errors import StateError, TrainerError
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from mxnet import gluon
 
 from .conftest import LOSS, largest_difference, small_batches, small_net, weights_of

@@ -9,7 +9,7 @@ from gluon_mgpu.data.prefetch import NUM_HELD
 from gluon_mgpu.errors import ShardError, StepError, TrainerError
 from gluon_mgpu.loop.predict import predict, predict_batches
 from gluon_mgpu.models.hybrid_block import new_parameter
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from mxnet import autograd, gluon
 from mxnet.base import _LIB
 from mxnet.gluon import nn

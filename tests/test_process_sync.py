@@ -7,7 +7,7 @@ import textwrap
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from gluon_mgpu.trainer.process_sync import broadcast_parameters
 from mxnet import gluon
 

@@ -34,7 +34,7 @@ import mxnet as mx
 import numpy as np
 from gluon_mgpu.distributed.process import this_process
 from gluon_mgpu.distributed import any_process, group, without_group
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from mxnet import autograd, gluon, init
 nd = mx.np if is_mxnet2() else mx.nd
 me = this_process()

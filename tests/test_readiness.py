@@ -1,11 +1,11 @@
-"""runtime/engine_push.py: what the engine has written, and functions in its queue."""
+"""mxnet_internals/engine.py: what the engine has written, and functions in its queue."""
 
 import threading
 
 import mxnet as mx
 import pytest
-from gluon_mgpu.runtime import engine_push
-from gluon_mgpu.runtime.engine_push import is_ready
+from gluon_mgpu.mxnet_internals import engine
+from gluon_mgpu.mxnet_internals.engine import is_ready
 from gluon_mgpu.runtime.openmp_threads import runs_serially
 
 may_end = threading.Event()
@@ -42,17 +42,17 @@ def test_an_array_is_ready_when_it_has_been_written():
     may_end.set()
     mx.nd.waitall()
     assert (is_ready(y), is_ready(z), events) == (True, True, ["write"])
-    assert not engine_push._functions
+    assert not engine._functions
 
 
-@pytest.mark.parametrize("where", [engine_push.ON_WORKER, engine_push.ON_PRIORITY_WORKER, engine_push.AT_ONCE])
+@pytest.mark.parametrize("where", [engine.ON_WORKER, engine.ON_PRIORITY_WORKER, engine.AT_ONCE])
 def test_a_pushed_function_runs_once_and_after_pending_writes(where):
     if runs_serially():
         may_end.set()
     y = mx.nd.Custom(mx.nd.ones((2,)), op_type="readiness_waiter")
-    device = engine_push.EngineContext(engine_push.CPU, 0)
-    engine_push.push(lambda: events.append("call"), device=device, reads=[y], where=where)
+    device = engine.EngineContext(engine.CPU, 0)
+    engine.push(lambda: events.append("call"), device=device, reads=[y], where=where)
     assert runs_serially() or events == []
     may_end.set()
     mx.nd.waitall()
-    assert events == ["write", "call"] and not engine_push._functions
+    assert events == ["write", "call"] and not engine._functions

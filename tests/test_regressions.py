@@ -11,7 +11,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import StaleGradientError, TrainerError
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from gluon_mgpu.trainer.slab import place_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn

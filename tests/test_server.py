@@ -7,8 +7,8 @@ import pickle
 
 import mxnet as mx
 import pytest
-from gluon_mgpu.distributed.launcher.server import CONTROLLER, Controller, refuse
-from mxnet.base import _LIB, check_call
+from gluon_mgpu.distributed.launcher.server import Controller, refuse
+from gluon_mgpu.mxnet_internals.library import Store
 
 from .conftest import assert_house_style
 
@@ -28,7 +28,7 @@ def ended(monkeypatch):
 def test_by_default_no_command_is_read(ended, monkeypatch, capsys, head, body):
     """Any local user could send a pickle, and with it a program that the server ran."""
     monkeypatch.setattr(pickle, "loads", lambda *_: pytest.fail("unpickled"))
-    CONTROLLER(refuse)(head, body, None)
+    refuse(head, body, None)
     assert ended == [1]
     told = capsys.readouterr().err
     assert_house_style(told)
@@ -37,23 +37,20 @@ def test_by_default_no_command_is_read(ended, monkeypatch, capsys, head, body):
 
 @pytest.mark.parametrize("body", GARBAGE)
 def test_a_command_that_cannot_be_read_ends_the_server(ended, capsys, body):
-    controller = Controller(ctypes.c_void_p())
-    controller.server = mx.kvstore.kvstore_server.KVStoreServer(mx.kv.create())
-    CONTROLLER(controller)(0, body, None)
+    Controller(Store("local"))(0, body, None)
     assert ended == [1]
     assert "Traceback" in capsys.readouterr().err
 
 
 def test_an_optimizer_that_a_worker_sends_updates_the_weights(monkeypatch):
     monkeypatch.setattr(logging, "basicConfig", lambda **options: None)  # MXNet's server sets up logging
-    handle = ctypes.c_void_p()
-    check_call(_LIB.MXKVStoreCreate(b"local", ctypes.byref(handle)))
-    controller = Controller(handle)
-    assert controller.server is None
+    made = Store("local")
+    controller = Controller(made)  # it keeps the store
     controller(0, pickle.dumps(mx.optimizer.SGD(learning_rate=0.5), 0), None)
-    store = controller.server.kvstore
+    store = mx.kvstore.kvstore.KVStore(made.handle)
     weight = mx.nd.zeros((2,))
     store.init(0, weight)
     store.push(0, mx.nd.ones((2,)))
     store.pull(0, out=weight)
+    store.handle = ctypes.c_void_p()  # the controller's store frees it
     assert weight.asnumpy().tolist() == [-0.5, -0.5]

@@ -7,7 +7,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.runtime.mxnet2 import load_amp
+from gluon_mgpu.mxnet_internals.versions import load_amp
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import autograd, gluon
 from mxnet.gluon import nn

@@ -5,7 +5,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import DeviceError, ShardError
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from hypothesis import given
 from hypothesis import strategies as st
 from mxnet import gluon

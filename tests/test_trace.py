@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import SaveError, TrainerError
 from gluon_mgpu.loop.timeline import HOST, Timeline
+from gluon_mgpu.mxnet_internals.engine import CPU, ON_WORKER, EngineContext, push
 from gluon_mgpu.plots import plot_schedule, plot_trace
-from gluon_mgpu.runtime.engine_push import CPU, ON_WORKER, EngineContext, push
 from gluon_mgpu.runtime.profiler import Operation, Recording, operations_of, recordable_devices, task_mark
 from mxnet.gluon import nn
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.data import ArrayLoader
 from gluon_mgpu.errors import ModesError, ReplicaError, StaleGradientError, StateError, TrainerError
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from gluon_mgpu.trainer.precision import can_compute_bf16
 from gluon_mgpu.trainer.tree_sum import TreeSum, VirtualShards, complete_parts
 from hypothesis import given

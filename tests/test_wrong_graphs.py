@@ -5,8 +5,8 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import ModesError, TrainerError
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2, name_of
 from gluon_mgpu.refusals import IN_A_GRAPH
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2, name_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 

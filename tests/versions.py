@@ -3,7 +3,7 @@
 import re
 
 import mxnet as mx
-from gluon_mgpu.runtime.mxnet2 import is_mxnet2
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from mxnet.gluon import nn
 
 

@@ -16,13 +16,13 @@ from ..distributed.process import this_process
 from ..loop.fit import fit
 from ..loop.history import History
 from ..loop.stop_signals import Terminated
+from ..mxnet_internals.versions import move_params
 from ..nested import num_bytes
 from ..pipeline.pipeline import Pipeline
 from ..pipeline.split import split_stages
 from ..runtime import environment
 from ..runtime.determinism import seed_everything
 from ..runtime.loaded import mxnet as mx
-from ..runtime.mxnet2 import move_params
 from ..runtime.units import format_bytes
 from ..trainer.precision import set_precision
 from ..trainer.trainer import Trainer

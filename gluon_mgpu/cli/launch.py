@@ -15,8 +15,8 @@ from ..distributed.launcher.network import parse_master
 from ..distributed.launcher.placement import placement
 from ..distributed.launcher.program import program_command
 from ..distributed.launcher.ray_nodes import RayJob
-from ..distributed.launcher.server import num_gpus
 from ..distributed.launcher.supervisor import run_job
+from ..mxnet_internals.library import num_gpus
 from ._options import FOLDER, Whole, count, positive
 
 _OF_JOB = ("num_processes", "servers", "backend", "interface", "log_dir", "max_restarts", "restart")  # named as there

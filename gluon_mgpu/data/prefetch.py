@@ -12,8 +12,8 @@ from ..checks import whole_number
 from ..data_parallel.plan import Planner, as_split
 from ..data_parallel.sharding import Shards, SplitFunction, split_batch
 from ..devices.select import check_contexts
+from ..mxnet_internals.c_calls import wait_until_unused
 from ..nested import leaves
-from ..runtime.c_api import wait_until_unused
 from .iterators import batches_of, check_iterable, own_pair
 
 NUM_HELD = 4  # batches in use, in addition to those loaded ahead: the user's, and those of steps that still run

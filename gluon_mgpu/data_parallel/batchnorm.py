@@ -13,9 +13,9 @@ from mxnet.gluon.nn.basic_layers import _BatchNorm
 from ..checks import explaining, instance, one_of
 from ..distributed import group
 from ..errors import StepError, TrainerError
+from ..mxnet_internals.versions import SyncBatchNorm as GluonSyncBatchNorm
+from ..mxnet_internals.versions import name_of, require_mxnet1
 from ..refusals import refusal
-from ..runtime.mxnet2 import SyncBatchNorm as GluonSyncBatchNorm
-from ..runtime.mxnet2 import name_of, require_mxnet1
 from ..trainer.parameters import blocks_of, spans_devices
 from .lockstep import defer, exchange, is_in_lockstep, run_in_lockstep
 

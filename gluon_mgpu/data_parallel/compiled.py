@@ -13,9 +13,9 @@ from mxnet import Context, MXNetError, autograd, gluon
 
 from ..checks import OF_WRONG_DATA, one_of
 from ..errors import TrainerError, last_line
+from ..mxnet_internals.c_calls import Flags
 from ..nested import Array
 from ..refusals import refusal
-from ..runtime.c_api import Flags
 from ..runtime.environment import logger
 from ..trainer.gradients import Pass, examples_of
 from ..trainer.parameters import has_values, spans_devices

@@ -12,8 +12,8 @@ from mxnet import Context, autograd, gluon
 from ..checks import check_function, flag, short
 from ..devices.select import check_contexts
 from ..errors import ShardError, TrainerError
+from ..mxnet_internals.versions import move_params
 from ..nested import is_device_array
-from ..runtime.mxnet2 import move_params
 from ..trainer.parameters import check_initialised
 from .batchnorm import check_shards, run_shards
 from .passes import call

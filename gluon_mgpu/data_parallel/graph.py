@@ -14,10 +14,11 @@ from mxnet.gluon.block import _flatten, _regroup
 
 from ..checks import OF_WRONG_DATA, reason_of, short
 from ..errors import TrainerError
+from ..mxnet_internals.blocks import children
+from ..mxnet_internals.versions import SyncBatchNorm as GluonSyncBatchNorm
+from ..mxnet_internals.versions import is_mxnet2
 from ..nested import Array, is_device_array, leaves, map_leaves
 from ..refusals import FOREACH
-from ..runtime.mxnet2 import SyncBatchNorm as GluonSyncBatchNorm
-from ..runtime.mxnet2 import children, is_mxnet2
 from ..trainer.parameters import blocks_of
 from ..trainer.wrong_graphs import wrong_operators
 from .batchnorm import SyncBatchNorm

@@ -18,8 +18,8 @@ from ..devices.select import check_contexts
 from ..devices.transfer import new_array, new_array_at_once, on_device
 from ..distributed.membership import group, has_own_batches, process_shard
 from ..errors import ShardError
+from ..mxnet_internals.array_parts import Place, slicer
 from ..nested import Array, Fields, host_array, is_device_array, joinable, leaves, map_leaves, with_leaves
-from .prepared import Place, slicer
 
 _MOST_SHARDS = 2**16  # no machine has more devices
 # A dtype of NumPy's that MXNet lacks becomes the next larger one; float64, which networks do not take, becomes float32.

@@ -13,9 +13,9 @@ from mxnet import gluon
 from ..checks import check_function, flag, instance, whole_number
 from ..distributed import group, own_batches
 from ..errors import TrainerError
+from ..mxnet_internals.versions import require_np_arrays
 from ..nested import Array, Fields
 from ..refusals import refusal
-from ..runtime.mxnet2 import require_np_arrays
 from ..trainer.gradients import drop_flags
 from ..trainer.options import check_not_recording
 from ..trainer.parameters import has_values, trainers_of

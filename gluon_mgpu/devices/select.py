@@ -11,8 +11,8 @@ from mxnet import Context
 
 from ..checks import is_whole, short, whole_number
 from ..errors import DeviceError, last_line
+from ..mxnet_internals.versions import ContextType
 from ..runtime import environment
-from ..runtime.mxnet2 import ContextType
 from ..runtime.nvidia.demand import Demand, num_bytes
 from . import free_gpus, mxnet_gpus
 

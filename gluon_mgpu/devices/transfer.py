@@ -10,9 +10,9 @@ from mxnet import Context
 
 from ..checks import explaining, instance, short
 from ..errors import DeviceError
+from ..mxnet_internals.c_calls import write_unheld
+from ..mxnet_internals.versions import ContextType
 from ..nested import Array, is_device_array, map_leaves
-from ..runtime.c_api import write_unheld
-from ..runtime.mxnet2 import ContextType
 
 
 def copyto(data: Any, target: Any) -> Any:

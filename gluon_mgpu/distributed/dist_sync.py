@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from typing import Any, Dict, List, Sequence, Union
 
 import mxnet as mx
 import numpy as np
-from mxnet.base import _LIB, check_call
 
 from ..errors import ProcessError
+from ..mxnet_internals.blocks import living
+from ..mxnet_internals.c_calls import barrier, leave_at_exit
+from ..mxnet_internals.versions import is_mxnet2
 from ..nested import Array
-from ..runtime.mxnet2 import is_mxnet2
 from .process import Process
 
 
@@ -34,9 +34,7 @@ class DistSync:
     """
 
     def __init__(self, process: Process) -> None:
-        gc.unfreeze()  # get_objects() does not list frozen objects
-        stores = [thing for thing in gc.get_objects() if issubclass(type(thing), mx.kvstore.KVStore)]
-        if any(store.type.startswith("dist") for store in stores):
+        if any(store.type.startswith("dist") for store in living(mx.kvstore.KVStore)):
             raise ProcessError(
                 "Trainer: got a program with a store of its own, mx.kv.create('dist_sync'); expected none: MXNet hangs with a "
                 "second one. Leave it out: mgpu.distributed.this_process() has rank and num_processes, and gradients are summed."
@@ -47,8 +45,7 @@ class DistSync:
             self._store = mx.kv.create("dist_sync")
         finally:
             os.umask(before)
-        # A failed process must not wait at its exit for the others: they wait for it.
-        check_call(_LIB.MXKVStoreSetBarrierBeforeExit(self._store.handle, 0))
+        leave_at_exit(self._store)
         self._num_keys = 0
         self._rows: Dict[int, _Rows] = {}  # for all_gather, by message size
 
@@ -79,7 +76,7 @@ class DistSync:
 
     def barrier(self) -> None:
         """Wait until every process has reached this call."""
-        self._store._barrier()
+        barrier(self._store)
 
     def _new_rows(self, size: int, dtype: Any) -> _Rows:
         key = self._new_key((self._process.num_processes, size + 1), dtype, "row_sparse")

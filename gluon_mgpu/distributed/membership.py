@@ -12,9 +12,9 @@ from typing import Callable, ContextManager, Iterator, List, Optional, Protocol,
 import numpy as np
 
 from ..errors import ProcessError
+from ..mxnet_internals.versions import is_mxnet2
 from ..nested import Array
 from ..runtime.loaded import mxnet as mx
-from ..runtime.mxnet2 import is_mxnet2
 from .dist_sync import DistSync
 from .horovod import Horovod
 from .process import COLLECTIVES, LATEST, Process, this_process

@@ -17,8 +17,8 @@ from ..checks import flag, path_of, real_number, short
 from ..errors import TrainerError
 from ..models import Seq2Seq
 from ..models.seq2seq.translator import Translator
+from ..mxnet_internals.versions import require_mxnet1
 from ..runtime.environment import logger, require
-from ..runtime.mxnet2 import require_mxnet1
 from ..runtime.new_files import new_file
 from .export_translator import FILES, graphs_of, write_rest
 from .sampled_graph import ExportGraph, Trial, arguments_of, check_exportable, in_plain_form, legacy_mode, trace

@@ -12,11 +12,11 @@ from ..data.iterators import check_iterable
 from ..data_parallel.compiled import make_passes
 from ..data_parallel.passes import Passes
 from ..data_parallel.plan import Planner, as_split
-from ..data_parallel.prepared import Place
 from ..data_parallel.sharding import Split, SplitFunction, split_batch
 from ..data_parallel.step import Batch, check_network
 from ..data_parallel.virtual_passes import VirtualPasses
 from ..devices.select import check_contexts
+from ..mxnet_internals.array_parts import Place
 from ..trainer.parameters import average_replicas, devices_of
 from ..trainer.replica_check import ReplicaComparison
 from ..trainer.tree_sum import VirtualShards

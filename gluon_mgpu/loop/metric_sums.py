@@ -15,8 +15,8 @@ from ..checks import is_whole, short
 from ..data_parallel.step import Batch
 from ..distributed import group
 from ..errors import TrainerError
+from ..mxnet_internals.versions import ContextType
 from ..nested import Array, is_device_array, joinable
-from ..runtime.mxnet2 import ContextType
 from .metrics import Metric, Metrics, joins_shards, named_metrics, total_of
 
 _MOST_SHARDS = 256

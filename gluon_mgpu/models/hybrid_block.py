@@ -9,7 +9,7 @@ import mxnet as mx
 from mxnet import gluon
 from mxnet.gluon import nn
 
-from ..runtime.mxnet2 import is_mxnet2
+from ..mxnet_internals.versions import is_mxnet2
 
 if is_mxnet2():
     from mxnet._deferred_compute import is_deferred_compute

@@ -15,9 +15,9 @@ from ..checks import path_of, real_number, short
 from ..distributed.process import this_process
 from ..errors import TrainerError
 from ..loop.callbacks import Callback, FitState
+from ..mxnet_internals.versions import ContextType
 from ..plots import figure, save
 from ..runtime.environment import logger
-from ..runtime.mxnet2 import ContextType
 from .figures import plot_samples
 from .reader import Reader
 from .sample import Sample, Summary, summarise, to_json

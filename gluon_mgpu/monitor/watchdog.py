@@ -14,8 +14,8 @@ from mxnet import gluon
 
 from ..checks import real_number
 from ..loop.callbacks import Callback, FitState
+from ..mxnet_internals.engine import is_ready
 from ..nested import Array
-from ..runtime.engine_push import is_ready
 
 EXIT_STALLED = 75  # sysexits.h: a temporary failure, after which a supervisor may restart
 _SHOWN = 10

@@ -20,11 +20,11 @@ from ..data_parallel.sharding import Split, count_examples, split_data
 from ..data_parallel.stats_of_parts import StatsOfParts
 from ..devices.transfer import as_in_context
 from ..errors import ShardError
+from ..mxnet_internals.c_calls import unallocated
+from ..mxnet_internals.engine import queue_in_order
 from ..nested import Array, is_float, leaves, map_leaves
 from ..refusals import refusal
-from ..runtime.c_api import unallocated
 from ..runtime.device_threads import in_own_thread
-from ..runtime.engine_push import queue_in_order
 from ..runtime.profiler import Recording, task_mark
 from ..trainer.gradients import Pass
 from ..trainer.running_stats import is_running_stat, statistics_slabs

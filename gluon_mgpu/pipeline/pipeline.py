@@ -11,9 +11,9 @@ from ..data_parallel.batchnorm import SyncBatchNorm
 from ..data_parallel.passes import Passes
 from ..devices.select import check_contexts
 from ..errors import TrainerError
+from ..mxnet_internals.versions import SyncBatchNorm as GluonSyncBatchNorm
+from ..mxnet_internals.versions import require_mxnet1
 from ..nested import Array
-from ..runtime.mxnet2 import SyncBatchNorm as GluonSyncBatchNorm
-from ..runtime.mxnet2 import require_mxnet1
 from ..trainer.parameters import blocks_of
 from ..trainer.running_stats import is_running_stat
 from ..trainer.trainer import Trainer

@@ -18,8 +18,8 @@ from ..data_parallel.passes import forgetting_graphs
 from ..data_parallel.sharding import split_and_load
 from ..distributed import group, own_batches
 from ..errors import TrainerError
+from ..mxnet_internals.versions import require_mxnet1
 from ..nested import Array, is_float, num_bytes
-from ..runtime.mxnet2 import require_mxnet1
 from ..trainer.parameters import blocks_of, devices_of
 from ..trainer.precision import precision_of, set_precision
 from .stage import NETWORK, CutGraph, Stage, Stages

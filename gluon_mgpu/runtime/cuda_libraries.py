@@ -10,6 +10,8 @@ import re
 from contextlib import suppress
 from typing import Iterable, List
 
+from ..mxnet_internals.library import mxnet_library
+
 
 def preload() -> None:
     """Load the libraries that MXNet's library lacks, if they were installed by pip. `import mxnet` reports what is missing."""
@@ -50,11 +52,3 @@ def wheel_folders() -> List[str]:
         spec = None
     packages = list(spec.submodule_search_locations or []) if spec else []
     return [folder for package in packages for folder in sorted(glob.glob(os.path.join(glob.escape(package), "*", "lib")))]
-
-
-def mxnet_library() -> str:
-    """Return the file that `import mxnet` will load, "" if there is none."""
-    spec = importlib.util.find_spec("mxnet")
-    folders = (spec.submodule_search_locations or []) if spec else []
-    files = [os.environ.get("MXNET_LIBRARY_PATH", ""), *(os.path.join(folder, "libmxnet.so") for folder in folders)]
-    return next((file for file in files if os.path.isfile(file)), "")

@@ -16,7 +16,8 @@ from importlib import metadata
 from typing import Any, Dict, Iterator, List, Sequence, Set
 
 from ..errors import MissingExtraError, last_line
-from . import cuda_libraries, mxnet_import, openmp_threads
+from ..mxnet_internals import mxnet_import
+from . import cuda_libraries, openmp_threads
 from .openmp_threads import num_cores as num_cores
 
 logger = logging.getLogger("gluon_mgpu")

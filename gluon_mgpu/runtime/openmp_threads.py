@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Callable, Dict, List, Sequence, Set
 
 from ..errors import DeviceError
-from .engine_push import CPU, ON_WORKER, EngineContext, push
+from ..mxnet_internals.engine import CPU, ON_WORKER, EngineContext, push
 
 _OWN_CGROUPS = "/proc/self/cgroup"
 _CGROUPS = "/sys/fs/cgroup"

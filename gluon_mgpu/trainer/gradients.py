@@ -26,9 +26,9 @@ from mxnet import Context, autograd, gluon
 
 from ..distributed import group
 from ..errors import StaleGradientError, TrainerError
+from ..mxnet_internals.c_calls import Flags
 from ..nested import Array
 from ..refusals import refusal
-from ..runtime.c_api import Flags
 from .layout import Layout
 from .slab import Bucket, Moves, Slab, forget_graphs, zero
 

@@ -10,8 +10,8 @@ import numpy as np
 from mxnet import Context, gluon
 
 from ..errors import TrainerError
+from ..mxnet_internals.parameters import contexts_of as context_list
 from ..nested import Array, num_bytes
-from ..runtime.mxnet2 import context_list
 from .parameters import Params, blocks_of, check_initialised, named_params, spans_devices
 from .slab import Bucket, Slab, blocks_with, multipliers_of, place, place_of, slab_of, slabs_of
 from .wrong_graphs import check_graphs, hybrid_blocks

@@ -14,7 +14,7 @@ from mxnet import optimizer as opt
 
 from ..checks import is_number
 from ..errors import StateError
-from ..runtime.mxnet2 import LBSGD
+from ..mxnet_internals.versions import LBSGD
 from ..runtime.untrusted_files import check_form
 
 # Set by Trainer and Update, or names of this run: counts are saved with the states, by the parameters' names.

@@ -12,10 +12,10 @@ from mxnet import optimizer as opt
 
 from ..checks import instance, one_of, real_number, reason_of, short
 from ..errors import TrainerError
+from ..mxnet_internals.c_calls import is_recording
+from ..mxnet_internals.versions import is_mxnet2
 from ..nested import is_device_array
 from ..refusals import refusal
-from ..runtime.c_api import is_recording
-from ..runtime.mxnet2 import is_mxnet2
 from .layout import Layout
 from .parameters import Params, named_params
 from .update import checked_rate, is_replicable

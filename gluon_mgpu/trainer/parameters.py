@@ -9,7 +9,9 @@ import numpy as np
 from mxnet import Context, gluon
 
 from ..errors import TrainerError
-from ..runtime.mxnet2 import ParameterDict, children, trainer_of, unique_names
+from ..mxnet_internals.blocks import children
+from ..mxnet_internals.parameters import trainer_of
+from ..mxnet_internals.versions import ParameterDict, unique_names
 
 Params = Union[gluon.Block, Dict[str, gluon.Parameter], Sequence[gluon.Parameter]]
 APART: WeakSet[Any] = WeakSet()  # the trainers whose devices' weights differ between averages

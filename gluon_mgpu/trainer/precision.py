@@ -18,8 +18,8 @@ from mxnet.operator import get_all_registered_operators
 
 from ..checks import instance, one_of
 from ..errors import DeviceError, TrainerError
+from ..mxnet_internals.versions import load_amp, require_mxnet1
 from ..refusals import refusal
-from ..runtime.mxnet2 import load_amp, require_mxnet1
 from .parameters import blocks_of, check_initialised
 
 amp = load_amp()

@@ -16,8 +16,8 @@ import numpy as np
 from mxnet import Context, autograd, gluon
 
 from ..distributed import group
+from ..mxnet_internals.engine import EngineContext, WrittenWith
 from ..nested import Array
-from ..runtime.engine_push import EngineContext, WrittenWith
 from .parameters import STATISTICS, Params, named_params
 from .slab import BucketSlice, Moves, Slab, place, place_of, slabs_of
 from .sums import Divisor, Sum

@@ -12,9 +12,9 @@ from ..checks import short
 from ..distributed import Group, group
 from ..distributed.membership import QueuedSum
 from ..errors import TrainerError
+from ..mxnet_internals.c_calls import PushPull
 from ..nested import Array
 from ..refusals import refusal
-from ..runtime.c_api import PushPull
 from .slab import Slab
 
 # Gluon silently treats any other name, and None, as "local" or as no reduction.

@@ -16,9 +16,9 @@ from ..checks import flag, is_number, path_of, short, whole_number
 from ..devices.select import check_contexts
 from ..distributed import group
 from ..errors import StaleGradientError, StateError, TrainerError
+from ..mxnet_internals.versions import require_np_arrays
 from ..nested import Array, is_device_array, leaves, num_bytes
 from ..refusals import JOINING, refusal
-from ..runtime.mxnet2 import require_np_arrays
 from .backward import run_backward
 from .gradients import Examples, Gradients, Pass
 from .layout import Layout

@@ -14,10 +14,10 @@ from mxnet import optimizer as opt
 
 from ..checks import is_number, short
 from ..errors import StateError, TrainerError
+from ..mxnet_internals.c_calls import Operator, converted
+from ..mxnet_internals.versions import is_mxnet2
 from ..nested import Array, is_device_array, leaves, map_leaves
-from ..runtime.c_api import Operator, converted
 from ..runtime.environment import logger
-from ..runtime.mxnet2 import is_mxnet2
 from .layout import Layout
 from .slab import Slab, place_of
 

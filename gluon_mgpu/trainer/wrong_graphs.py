@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 
 from mxnet import gluon
 
+from ..mxnet_internals.versions import is_mxnet2, name_of, variable_name
 from ..refusals import FOREACH, IN_A_GRAPH, refusal
-from ..runtime.mxnet2 import is_mxnet2, name_of, variable_name
 from .parameters import blocks_of
 
 Found = Tuple[str, str, str]

@@ -13,7 +13,6 @@ have. It names a machine that has sent no heartbeat, and ends with 1.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import sys
@@ -21,7 +20,7 @@ import threading
 import time
 from typing import Dict, NoReturn
 
-from .server import CONTROLLER, check, load_library
+from ...mxnet_internals.library import Store
 
 JOINED = "all machines have joined"
 LIMIT_S = 8  # without a heartbeat; they come once a second
@@ -40,9 +39,9 @@ class Watch:
     """
 
     def __init__(self, num_local: int) -> None:
-        self._library, self._store = load_library(), ctypes.c_void_p()
         self._num_nodes, self._num_local = int(os.environ["DMLC_NUM_WORKER"]), num_local
         self._names: Dict[int, str] = {}  # of machines, by their numbers in ps-lite
+        self._has_joined = threading.Event()
 
     def schedule(self) -> None:
         """Join the machines, and watch them."""
@@ -50,13 +49,14 @@ class Watch:
         sys.stderr = os.fdopen(os.dup(2), "w")
         os.dup2(writer, 2)
         threading.Thread(target=self._read_joined, args=(reader,), daemon=True).start()
-        check(self._library, self._library.MXKVStoreCreate(b"dist_async", ctypes.byref(self._store)))
-        check(self._library, self._library.MXKVStoreRunServer(self._store, CONTROLLER(lambda *_: None), None))
+        self._store = Store("dist_async")
+        self._store.run_server(lambda *_: None)
 
     def join(self) -> None:
         """Join the other machines, and watch the scheduler."""
         threading.Thread(target=self._end, daemon=True).start()
-        check(self._library, self._library.MXKVStoreCreate(b"dist_async", ctypes.byref(self._store)))  # waits for the others
+        self._store = Store("dist_async")  # waits for the others
+        self._has_joined.set()
         print(JOINED, file=sys.stderr, flush=True)
         self._names[_SCHEDULER] = self._name(0, os.environ["DMLC_PS_ROOT_URI"])
         self._watch()
@@ -78,15 +78,14 @@ class Watch:
         return f"node {node_rank} ({address}, ranks {first} to {first + self._num_local - 1})"
 
     def _watch(self) -> NoReturn:
-        num_lost, paused_s = ctypes.c_int(), 0.0
+        paused_s = 0.0
         begun = looked = time.monotonic()
         while True:
             time.sleep(0.5)
             looked, before = time.monotonic(), looked
             paused_s = max(paused_s, looked - before)
             for number, name in self._names.items() if looked - begun > LIMIT_S else ():  # the first heartbeats may be late
-                check(self._library, self._library.MXKVStoreGetNumDeadNode(self._store, number, ctypes.byref(num_lost), LIMIT_S))
-                if num_lost.value:
+                if self._store.num_lost(number, LIMIT_S):
                     told = f"{name} has sent no heartbeat for {LIMIT_S} s: it has failed, or cannot be reached. See its output."
                     if paused_s > LIMIT_S:  # its heartbeats are older than that because nobody has read them
                         told = f"this machine stood still for {paused_s:.0f} s; the others have ended without it."
@@ -96,7 +95,8 @@ class Watch:
     def _end(self) -> NoReturn:
         """Wait for the workers of this machine, then for those of the others."""
         if sys.stdin.readline():
-            check(self._library, self._library.MXKVStoreBarrier(self._store))
+            self._has_joined.wait()
+            self._store.barrier()
         os._exit(0)
 
 

@@ -9,50 +9,20 @@ it imports MXNet, which unpickles. The launcher runs it:
 
 from __future__ import annotations
 
-import ctypes
-import importlib
 import os
 import sys
 import traceback
-from typing import Any, NoReturn, Optional
+from typing import Any, Callable, NoReturn, Optional
 
-from ...runtime.cuda_libraries import mxnet_library
-
-CONTROLLER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+from ...mxnet_internals.library import Store, command_of
 
 
 def main() -> None:
     """Serve until the job ends."""
     os.umask(0o077)  # only this user may connect to a Unix socket
-    library, store = load_library(), ctypes.c_void_p()
-    check(library, library.MXKVStoreCreate(b"dist", ctypes.byref(store)))
-    controller = CONTROLLER(Controller(store) if "--accept-optimizers" in sys.argv else refuse)
-    check(library, library.MXKVStoreRunServer(store, controller, None))
+    store = Store("dist")
+    store.run_server(Controller(store) if "--accept-optimizers" in sys.argv else refuse)
     os._exit(0)
-
-
-def load_library() -> ctypes.CDLL:
-    """Return MXNet's library."""
-    try:
-        library = ctypes.CDLL(mxnet_library() or "libmxnet.so", ctypes.RTLD_LOCAL)
-    except OSError:
-        importlib.import_module("gluon_mgpu.runtime.loaded")  # its error names what is missing
-        raise
-    library.MXGetLastError.restype = ctypes.c_char_p
-    return library
-
-
-def num_gpus() -> int:
-    """Return the number of GPUs that MXNet sees."""
-    count = ctypes.c_int()
-    load_library().MXGetGPUCount(ctypes.byref(count))  # an error without a driver leaves 0
-    return count.value
-
-
-def check(library: ctypes.CDLL, status: int) -> None:
-    """Raise MXNet's error if a call has failed."""
-    if status:
-        raise RuntimeError(library.MXGetLastError().decode(errors="replace"))
 
 
 def refuse(*_command: Any) -> NoReturn:
@@ -68,27 +38,20 @@ def refuse(*_command: Any) -> NoReturn:
 
 
 class Controller:
-    """Passes the commands of workers to MXNet's server. It ends the process if one fails.
+    """Passes the commands of workers to MXNet's server. It ends the process if one fails."""
 
-    Parameters
-    ----------
-    store : ctypes.c_void_p
-        The handle of the store.
-    """
-
-    def __init__(self, store: ctypes.c_void_p) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self.server: Optional[Any] = None  # MXNet's KVStoreServer, once a command has come
+        self._run: Optional[Callable[..., Any]] = None  # MXNet's function, once a command has come
 
     def __call__(self, *command: Any) -> None:
         try:
-            if self.server is None:
+            if self._run is None:
                 role = os.environ.get("DMLC_ROLE", "worker")
                 os.environ["DMLC_ROLE"] = "worker"  # for any other role, the import would run a second server
-                mxnet = importlib.import_module("mxnet")
+                self._run = command_of(self._store.handle)
                 os.environ["DMLC_ROLE"] = role
-                self.server = mxnet.kvstore.kvstore_server.KVStoreServer(mxnet.kvstore.kvstore.KVStore(self._store))
-            self.server._controller()(*command)
+            self._run(*command)
         except BaseException:  # ctypes would print it, and the store would go on without the optimizer
             traceback.print_exc()
             os._exit(1)

@@ -15,7 +15,6 @@ for other processes at the exit: the launcher detects a process that is missing.
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import runpy
 import signal
@@ -76,11 +75,10 @@ def _finish() -> None:
         _end_now(0)
     if not finish(mxnet):
         _end_now(1)
-    for store in [one for one in gc.get_objects() if type(one) is mxnet.kvstore.kvstore.KVStore]:
-        # Its threads would run on at the exit, and abort the process. Freed, it would wait for workers that wait for this one.
-        mxnet.base._LIB.MXKVStoreSetBarrierBeforeExit(store.handle, 0)
-        store.__del__()
-        store.handle.value = None  # so that a second __del__ does nothing
+    from ...mxnet_internals import blocks, c_calls  # MXNet is there
+
+    for store in list(blocks.living(mxnet.kvstore.kvstore.KVStore)):
+        c_calls.free_store(store)
 
 
 def _end_now(status: int) -> NoReturn:

@@ -8,8 +8,8 @@ from typing import Any, Callable
 from mxnet.gluon import nn
 from mxnet.util import is_np_array, np_array
 
+from ...mxnet_internals.versions import is_mxnet2
 from ...nested import map_leaves
-from ...runtime.mxnet2 import is_mxnet2
 
 Method = Callable[..., Any]
 

@@ -11,8 +11,8 @@ from mxnet.gluon import nn
 
 from ...checks import flag, real_number, whole_number
 from ...errors import TrainerError
+from ...mxnet_internals.versions import is_mxnet2
 from ...nested import Array, is_device_array, map_leaves
-from ...runtime.mxnet2 import is_mxnet2
 from ..hybrid_block import HybridBlock, named, stacked
 from .array_modes import Dense, Dropout, Embedding, on_legacy_arrays
 from .attention import Attention

@@ -16,12 +16,11 @@
 from __future__ import annotations
 
 from importlib import import_module
-from operator import attrgetter
 from typing import Any, Dict, List, Mapping, Sequence
-from weakref import ref
+
+import mxnet
 
 from ..errors import TrainerError
-from .loaded import mxnet
 
 
 def is_mxnet2() -> bool:
@@ -56,7 +55,6 @@ else:
 ContextType = type(mxnet.cpu())
 ParameterDict = getattr(mxnet.gluon, "ParameterDict", dict)
 LBSGD = getattr(mxnet.optimizer, "LBSGD", ())  # no optimizer is one
-context_list = attrgetter("_device_list" if is_mxnet2() else "_ctx_list")
 
 
 def load_amp() -> Any:
@@ -64,22 +62,10 @@ def load_amp() -> Any:
     return import_module("mxnet.amp.amp" if is_mxnet2() else "mxnet.contrib.amp.amp")
 
 
-def children(block: Any) -> List[Any]:
-    """Return the blocks directly in a block."""
-    found = list(block._children.values())
-    return [child() for child in found] if is_mxnet2() else found
-
-
 def move_params(params: Mapping[str, Any], contexts: Any) -> None:
     """Move parameters to other devices."""
     for param in params.values():
         (param.reset_device if is_mxnet2() else param.reset_ctx)(contexts)
-
-
-def trainer_of(param: Any) -> Any:
-    """Return the trainer that Gluon notes in a parameter, or None."""
-    found = param._trainer
-    return found() if isinstance(found, ref) else found
 
 
 def name_of(block: Any) -> str:

@@ -13,8 +13,8 @@ from mxnet.base import _LIB, NDArrayHandle, check_call
 from mxnet.ndarray.ndarray import _DTYPE_NP_TO_MX
 
 from ..nested import Array
-from ..runtime.c_api import Copy, creation
-from ..runtime.mxnet2 import is_mxnet2
+from .c_calls import Copy, creation
+from .versions import is_mxnet2
 
 Place = Tuple[int, int, Context]  # the part [begin, end) of a batch, and where it goes
 

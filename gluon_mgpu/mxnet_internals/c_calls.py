@@ -15,8 +15,8 @@ from mxnet.ndarray import NDArray
 from mxnet.ndarray.ndarray import _DTYPE_NP_TO_MX, _new_alloc_handle
 
 from ..nested import Array
-from .mxnet2 import is_mxnet2
 from .mxnet_import import as_text
+from .versions import is_mxnet2
 
 
 def write_unheld(array: Array, data: np.ndarray) -> None:
@@ -179,3 +179,20 @@ class Flags:
     def _put_all(self, value: int) -> None:
         if any(map(_LOCKED.MXNDArraySetGradState, self._handles, repeat(value))):
             check_call(-1)
+
+
+def leave_at_exit(store: Any) -> None:
+    """Let a store of several processes not wait at its exit for the others: where this process has failed, they wait for it."""
+    check_call(_LIB.MXKVStoreSetBarrierBeforeExit(store.handle, 0))
+
+
+def barrier(store: Any) -> None:
+    """Wait until all processes of a store have reached this call."""
+    store._barrier()
+
+
+def free_store(store: Any) -> None:
+    """End a store's threads at once: they would run on at the exit of the process, and abort it."""
+    leave_at_exit(store)  # freed, it would wait for workers that wait for this one
+    store.__del__()
+    store.handle.value = None  # so that a second __del__ does nothing

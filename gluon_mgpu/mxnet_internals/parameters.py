@@ -1,0 +1,105 @@
+"""What `gluon.Parameter` knows and does not offer: its lists of arrays, shapes that are open, memory that it may get.
+
+Source: MXNet 1.9.1, python/mxnet/gluon/parameter.py.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any, Dict, Iterable, List, Sequence
+from weakref import ref
+
+from mxnet import Context, autograd, gluon
+
+from ..nested import Array
+from .versions import is_mxnet2
+
+# Gluon's lists, one array for each device, None before there are values. With new arrays, Gluon makes a new list. As attrgetters,
+# because each step looks at all parameters: `list_data()` takes ten times as long, and raises where there are none.
+values_of = attrgetter("_data")
+gradients_of = attrgetter("_grad")
+contexts_of = attrgetter("_device_list" if is_mxnet2() else "_ctx_list")
+grad_req_of = attrgetter("_grad_req")
+# Whether backward passes may give it a gradient: false of running statistics, true of frozen weights
+is_differentiable = attrgetter("_differentiable")
+
+
+def has_values(param: gluon.Parameter) -> bool:
+    """Return whether a parameter has values."""
+    return param._data is not None
+
+
+def is_open(param: gluon.Parameter) -> bool:
+    """Return whether the first batch decides the parameter's shape: it was initialised, and has no values."""
+    return bool(param._deferred_init)
+
+
+def close_shape(param: gluon.Parameter) -> None:
+    """Give values to a parameter whose shape has become known."""
+    param._finish_deferred_init()
+
+
+def is_dense(param: gluon.Parameter) -> bool:
+    """Return whether its values are stored densely."""
+    return param._stype == "default"
+
+
+def has_dense_gradient(param: gluon.Parameter) -> bool:
+    """Return whether its gradient is stored densely."""
+    return param._grad_stype == "default"
+
+
+def mark_as_statistic(param: gluon.Parameter) -> None:
+    """Mark a parameter as a running statistic, as Gluon marks those of its layers and not those of a `SymbolBlock`."""
+    param._differentiable = False
+
+
+def set_values(param: gluon.Parameter, array: Array, contexts: Sequence[Context]) -> None:
+    """Set values on all devices, also where the shape was open: `set_data` would keep them for the first batch."""
+    param._load_init(array, contexts)
+
+
+def structural_params(net: gluon.Block, prefix: str = "") -> Dict[str, gluon.Parameter]:
+    """Return parameters by structural name (`0.weight`), as `save_parameters` does; a tied one has several."""
+    return net._collect_params_with_prefix(prefix)  # type: ignore[no-any-return]
+
+
+def trainer_of(param: gluon.Parameter) -> Any:
+    """Return the trainer that Gluon notes in a parameter, or None."""
+    found = param._trainer
+    return found() if isinstance(found, ref) else found
+
+
+def is_fresh(weight: Array) -> bool:
+    """Return whether a backward pass has written the gradient of a variable, and no trainer has used it."""
+    return bool(weight._fresh_grad)
+
+
+def use_memory(array: Array, view: Array) -> None:
+    """Turn an array, which others may hold, into this view of memory with the same values."""
+    array.as_nd_ndarray().copyto(view)
+    array.handle, view.handle = view.handle, array.handle
+
+
+def mark_again(params: Iterable[gluon.Parameter]) -> None:
+    """Let autograd know the parameters' new arrays, or their new `grad_req`. Fresh flags stay."""
+    for param in params:
+        fresh = [weight for weight in param._data if weight._fresh_grad]
+        autograd.mark_variables(param._data, param._grad, param.grad_req)
+        for weight in fresh:
+            weight._fresh_grad = True
+
+
+def set_grad_req(params: Sequence[gluon.Parameter], grad_req: str) -> None:
+    """Set whether backward passes replace gradients or add to them. Arrays stay, where `grad_req`'s setter makes new ones.
+
+    MXNet compiles static graphs again after this change: `tests/test_accumulation.py`.
+    """
+    for param in params:
+        param._grad_req = grad_req
+    mark_again(params)
+
+
+def buffers_of(param: gluon.Parameter) -> List[Array]:
+    """Return Gluon's list of gradients, or of the values of a running statistic, which has no gradient."""
+    return param._grad if param._differentiable else param._data  # type: ignore[no-any-return]

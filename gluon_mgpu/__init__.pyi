@@ -45,9 +45,9 @@ from .loop.weight_average import WeightAverage as WeightAverage
 from .pipeline.pipeline import Pipeline as Pipeline
 from .pipeline.split import split_stages as split_stages
 from .runtime.determinism import seed_everything as seed_everything
+from .trainer.first_weights import broadcast_parameters as broadcast_parameters
 from .trainer.local_sgd import LocalSGD as LocalSGD
 from .trainer.precision import set_precision as set_precision
-from .trainer.process_sync import broadcast_parameters as broadcast_parameters
 from .trainer.trainer import Trainer as Trainer
 
 __version__: str

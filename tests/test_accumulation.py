@@ -191,9 +191,9 @@ def test_gradients_of_every_layer_add_up(layer, hybridize, arrays):
     for _ in range(2):
         alone = [gradient_of(*part) for part in parts]
         trainer.step(1)
-        with trainer.gradients.adding() as found:
+        with trainer.steps.recorder.adding() as found:
             together = [gradient_of(*part) for part in parts][-1]
-        trainer.gradients.take(found)
+        trainer.steps.take(found)
         trainer.step(1)
         for i, total in enumerate(together):
             expected = sum(one[i] for one in alone)

@@ -48,7 +48,7 @@ class Run:
         return mgpu.fit(self.net, LOSS, self.trainer, self.data, self.data, epochs=epochs, callbacks=callbacks, **options)
 
     def state(self):
-        optimizer, update = self.trainer.optimizer, self.trainer._update
+        optimizer, update = self.trainer.optimizer, self.trainer.steps.update
         arrays = [a for p in self.net.collect_params().values() if p._data is not None for a in p.list_data()]
         arrays += [state for updater in update.updaters.values() for _, state in sorted(updater.states.items())]
         values = [array.asnumpy().tolist() for array in arrays]

@@ -35,7 +35,7 @@ class World:
         mgpu.train_batch(self.net, LOSS, self.trainer, X, Y)
 
     def state(self):
-        moments = [array.asnumpy() for pair in self.trainer._update.states().values() for array in pair]
+        moments = [array.asnumpy() for pair in self.trainer.steps.update.states().values() for array in pair]
         return weights_of(self.net, CTX[0]) + weights_of(self.net, CTX[1]) + moments
 
     def train(self, X=X, y=Y, loss=LOSS, **options):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import StaleGradientError, TrainerError
 from gluon_mgpu.models.hybrid_block import named, new_parameter
-from gluon_mgpu.trainer.slab import place_of
+from gluon_mgpu.trainer.slab import slice_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import HYBRIDIZE, LOSS, as_array, initialized, ready, small_batches, small_net, unfreeze, weights_of
+from .conftest import HYBRIDIZE, LOSS, as_array, freeze_count, initialized, ready, small_batches, small_net, weights_of
 from .versions import HybridBlock, nd, set_params, sharing
 from .worlds import Scale
 
@@ -117,8 +117,8 @@ def test_the_networks_arrays_are_views_of_few_buckets(arrays, mode, known):
     held = [(param, param.data(CTX[0])) for param in net.collect_params().values()] if known else []
     step(net, mgpu.Trainer(net, *MOMENTUM), X, y)
     convolution, *params = net.collect_params().values()
-    places = [place_of(param) for param in params]
-    assert place_of(convolution) is None and len({place.bucket for place in places}) == 1
+    places = [slice_of(param) for param in params]
+    assert slice_of(convolution) is None and len({place.bucket for place in places}) == 1
     for param, place in zip(params, places):
         for replica, context in enumerate(CTX):
             flat = place.bucket.gradients[replica][place.begin : place.begin + place.size]
@@ -138,7 +138,7 @@ def test_buckets_are_filled_in_reverse_and_closed_at_their_size():
     params[2].lr_mult = 0.5
     params[4].wd_mult = 0.0
     mgpu.Trainer(net, "sgd", bucket_bytes=2048)
-    places = [place_of(param) for param in params]
+    places = [slice_of(param) for param in params]
     groups = {}
     for index, place in enumerate(places):
         groups.setdefault(id(place.bucket), []).append(index)
@@ -267,9 +267,9 @@ def test_trainers_one_after_another_and_side_by_side_share_the_memory():
     net = small_net(CTX)
     outputs(net, batches[0][0])
     mgpu.Trainer(net, *MOMENTUM)
-    places = [place_of(param) for param in net.collect_params().values()]
+    places = [slice_of(param) for param in net.collect_params().values()]
     mgpu.Trainer(net.collect_params(), *MOMENTUM)
-    assert [place_of(param) for param in net.collect_params().values()] == places
+    assert [slice_of(param) for param in net.collect_params().values()] == places
 
 
 def test_a_trainer_for_each_half_of_a_network():
@@ -339,7 +339,7 @@ def test_mixed_precision_parameters_have_buckets_of_their_own():
             trainer.step(4)
         yield from weights_of(net)
         if isinstance(trainer, mgpu.Trainer):
-            assert len({place_of(param).bucket for param in params}) == 3
+            assert len({slice_of(param).bucket for param in params}) == 3
 
     compare(story, optimizer=("sgd", {"learning_rate": 0.1, "momentum": 0.9, "multi_precision": True}), make=make)
 
@@ -358,7 +358,7 @@ def test_casting_under_a_trainer_is_refused():
 
 
 def test_frozen_objects_do_not_hide_a_graph(monkeypatch):
-    monkeypatch.setattr(gc, "unfreeze", unfreeze)
+    monkeypatch.setattr(gc, "get_freeze_count", freeze_count)
     batches = small_batches([4] * 3)
 
     def story(net, make_trainer):
@@ -366,6 +366,7 @@ def test_frozen_objects_do_not_hide_a_graph(monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(trainer, "step", lambda number, step=trainer.step: (gc.freeze(), step(number)))
             step(net, trainer, *batches[0])  # its parameters move now
+        assert gc.get_freeze_count() > 0
         for batch in batches[1:]:
             step(net, trainer, *batch)
         yield from weights_of(net)
@@ -391,7 +392,7 @@ def test_memory_goes_with_the_network():
     X, y = small_batches([4])[0]
     trainer = mgpu.Trainer(net, *MOMENTUM)
     step(net, trainer, X, y)
-    bucket = weakref.ref(place_of(net[5].weight).bucket)
+    bucket = weakref.ref(slice_of(net[5].weight).bucket)
     del net, trainer
     gc.collect()
     assert bucket() is None
@@ -525,7 +526,7 @@ def test_grouping_anew_leaves_no_sums_behind():
             losses = [net(nd.ones((2, 8), ctx=context)).sum() for context in CTX]
         autograd.backward(losses)
         trainer.step(4)
-        held.append(len(trainer._sum._stores[tuple(CTX)]._keys))
+        held.append(len(trainer.steps.sum._stores[tuple(CTX)]._keys))
     assert max(held) <= 8
 
 

@@ -401,9 +401,9 @@ def test_a_frozen_graphs_statistics_are_those_of_the_last_step(tmp_path):
 
 def moved_of(trainer):
     """The optimizer's states of one device, and its update counts."""
-    states = trainer._update.states().values()
+    states = trainer.steps.update.states().values()
     arrays = [array for state in states for array in (state if isinstance(state, (list, tuple)) else [state])]
-    return [array.asnumpy() for array in arrays], trainer._update.counts()
+    return [array.asnumpy() for array in arrays], trainer.steps.update.counts()
 
 
 @pytest.mark.parametrize("optimizer, devices_after", [("momentum", 2), ("adam", 1)])
@@ -466,11 +466,11 @@ def test_the_loss_scale_is_restored(tmp_path, states_only):
     """In float32, since CPUs have no fp16: the scaler does not know what it scales."""
     net = dense(4)
     trainer, other = mgpu.Trainer(net, "sgd"), mgpu.Trainer(net, "sgd")
-    trainer.loss_scaler, other.loss_scaler = LossScaler(512.0, every=9), LossScaler(1024.0, every=9)
+    trainer.steps.loss_scaler, other.steps.loss_scaler = LossScaler(512.0, every=9), LossScaler(1024.0, every=9)
     mgpu.save_checkpoint(tmp_path / "c", net, trainer)
     mgpu.load_checkpoint(tmp_path / "c", net, other, states_only=states_only)
-    assert other.loss_scaler.state() == trainer.loss_scaler.state() == {"scale": 512.0, "num_good": 0}
-    trainer.loss_scaler.scale = -1.0
+    assert other.steps.loss_scaler.state() == trainer.steps.loss_scaler.state() == {"scale": 512.0, "num_good": 0}
+    trainer.steps.loss_scaler.scale = -1.0
     mgpu.save_checkpoint(tmp_path / "d", net, trainer)
     net[0].weight.set_data(mx.nd.zeros_like(net[0].weight.data()))
     with pytest.raises(StateError, match="which is damaged"):

@@ -130,9 +130,9 @@ def set_weights(i, net, trainer):
 
 def scale_losses(i, net, trainer):
     if i == 1:
-        trainer.loss_scaler = LossScaler(scale=8.0, every=2)  # 16 from the third step, 32 from the fifth
+        trainer.steps.loss_scaler = LossScaler(scale=8.0, every=2)  # 16 from the third step, 32 from the fifth
     if i == 6:
-        trainer.loss_scaler.scale = 1.0
+        trainer.steps.loss_scaler.scale = 1.0
 
 
 def load_weights(i, net, trainer):

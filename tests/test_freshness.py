@@ -8,7 +8,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import ModesError, StaleGradientError, TrainerError
-from gluon_mgpu.trainer import gradients
+from gluon_mgpu.mxnet_internals.c_calls import Flags
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -444,7 +444,7 @@ def test_compiled_steps_read_no_flags_and_refuse_those_they_find_later(monkeypat
     step(data(0, 6), data(1, 6, width=1))
     with monkeypatch.context() as patched:
         for name in ("read", "put", "clear"):
-            patched.delattr(gradients.Flags, name)
+            patched.delattr(Flags, name)
         step(data(0, 6), data(1, 6, width=1))
     assert_refused(partial(trainer.step, 6), "no gradient", StaleGradientError)
     autograd.backward(by_hand())

@@ -48,7 +48,7 @@ class Machine:
     def reduced_trainer(self, net, *optimizer, scale, every):
         """A trainer of fp16; on CPUs, which have none, of float32 with the same scaler, which does not know what it scales."""
         trainer = mgpu.Trainer(net, *optimizer, precision="fp16") if self.is_gpu else mgpu.Trainer(net, *optimizer)
-        trainer.loss_scaler = LossScaler(scale, every=every)
+        trainer.steps.loss_scaler = LossScaler(scale, every=every)
         return trainer
 
     def used_bytes(self, context):
@@ -168,7 +168,7 @@ def test_reduced_precision_trains_and_raises_its_scale(machine, number, optimize
         batch = mgpu.train_batch(net, LOSS, trainer, X, y)
         losses.append(float(np.mean(np.concatenate([loss.asnumpy() for loss in batch.losses]))))
     assert losses[-1] < 0.8 * losses[0]
-    assert trainer.loss_scaler.scale == 2.0**14  # 20 good steps, of which each 5 double it
+    assert trainer.steps.loss_scaler.scale == 2.0**14  # 20 good steps, of which each 5 double it
     assert mgpu.data_parallel.replica_difference(net) == 0.0
     assert {np.dtype(param.dtype).name for param in net.collect_params().values()} == {"float32"}
 
@@ -182,7 +182,7 @@ def test_a_step_that_overflows_is_left_out(machine):
     spoilt = X.copy()
     spoilt[-1] = np.inf  # on the last device only
     mgpu.train_batch(net, LOSS, trainer, spoilt, y)
-    assert trainer.loss_scaler.scale == 2.0**9
+    assert trainer.steps.loss_scaler.scale == 2.0**9
     assert largest_difference(weights_of(net), before) == 0.0
     mgpu.train_batch(net, LOSS, trainer, X, y)
     assert largest_difference(weights_of(net), before) > 0.0

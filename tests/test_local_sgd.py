@@ -6,7 +6,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_mgpu.errors import TrainerError
+from gluon_mgpu.errors import ReplicaError, TrainerError
 from gluon_mgpu.trainer.local_sgd import LocalSGD
 from gluon_mgpu.trainer.sums import DeviceSum
 from mxnet import autograd, gluon
@@ -195,11 +195,13 @@ def test_a_new_trainer_begins_with_equal_devices(kind):
     assert mgpu.data_parallel.replica_difference(net) == 0
 
 
-def test_devices_are_averaged_before_their_network_is_read_whichever_trainer_is_the_latest():
+def test_devices_that_train_apart_under_another_trainer_are_not_read():
     net = known(CTX[:2])
     apart = LocalSGD(net, "sgd", {"learning_rate": 0.1}, every=100)
     mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
     train(net, apart, small_batches([8, 8]))
     assert mgpu.data_parallel.replica_difference(net) > 0
+    with pytest.raises(ReplicaError, match="average_replicas"):
+        mgpu.evaluate(net, small_batches([4]))
+    apart.average_replicas()
     mgpu.evaluate(net, small_batches([4]))
-    assert mgpu.data_parallel.replica_difference(net) == 0.0

@@ -74,7 +74,7 @@ def test_losses_are_multiplied_within_the_graph(inside, arrays, devices):
 
 def test_one_pass_has_one_scale():
     trainers = [mgpu.Trainer(small_net([mx.cpu(0)]), "sgd") for _ in range(2)]
-    trainers[1].loss_scaler = LossScaler()
+    trainers[1].steps.loss_scaler = LossScaler()
     with pytest.raises(ModesError, match="each trainer has a loss scale of its own"):
         mgpu.backward([mx.nd.ones((1,))], trainers)
 
@@ -105,7 +105,7 @@ def test_a_wrong_state_is_refused(state):
 
 def test_a_scale_is_restored_where_both_have_one(devices):
     trainers = [mgpu.Trainer(small_net(devices), "sgd") for _ in range(3)]
-    trainers[0].loss_scaler, trainers[1].loss_scaler = LossScaler(8.0), LossScaler()
+    trainers[0].loss_scaler, trainers[1].steps.loss_scaler = LossScaler(8.0), LossScaler()
     states = [trainer.state() for trainer in trainers]
     for wrong in ({"scale": -1.0, "num_good": 0}, {"scale": 8.0}, {"scale": 8.0, "num_good": -1}):
         with pytest.raises(StateError):

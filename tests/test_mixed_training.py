@@ -18,7 +18,7 @@ MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9})
 def scaled_trainer(net, *optimizer, scale=2.0**10, every=2, **options):
     """fp16's scaler with a network in float32: CPUs have no fp16, but the scaler does not know what it scales."""
     trainer = mgpu.Trainer(net, *optimizer, **options)
-    trainer.loss_scaler = LossScaler(scale, every=every)
+    trainer.steps.loss_scaler = LossScaler(scale, every=every)
     return trainer
 
 
@@ -57,7 +57,7 @@ def test_a_scale_does_not_show(devices, arrays, optimizer):
         train(net, trainer, small_batches([13, 7, 2, 24]))
         trained.append(weights_of(net))
     assert largest_difference(*trained) <= 1e-6
-    assert trainer.loss_scaler.scale == 4096.0
+    assert trainer.steps.loss_scaler.scale == 4096.0
 
 
 def test_overflowing_steps_leave_everything_alone(arrays):
@@ -76,17 +76,17 @@ def test_overflowing_steps_leave_everything_alone(arrays):
                 by_hand(good, plain, X, y)
             else:
                 assert largest_difference(weights_of(net), before) == 0.0
-            assert trainer.loss_scaler.scale == scale
+            assert trainer.steps.loss_scaler.scale == scale
             assert mgpu.data_parallel.replica_difference(net) == 0.0
         assert largest_difference(weights_of(net), weights_of(good)) <= 1e-6
-        assert trainer._update.counts() == plain._update.counts()
+        assert trainer.steps.update.counts() == plain.steps.update.counts()
 
 
 @pytest.mark.skipif(not can_compute_bf16(), reason="MXNet cannot compute in bfloat16 on this processor")
 def test_a_trainer_sets_the_precision(devices, arrays):
     net = small_net(devices)
     trainer = mgpu.Trainer(net, *MOMENTUM, precision="bf16")
-    assert precision_of(net) == "bf16" and trainer.loss_scaler is None
+    assert precision_of(net) == "bf16" and trainer.steps.loss_scaler is None
     mgpu.Trainer(net, *MOMENTUM)
     assert precision_of(net) == "bf16"  # another trainer leaves it
     ((X, y),) = small_batches([6])

@@ -323,21 +323,21 @@ def test_gradients_that_were_not_summed_over_the_processes_are_refused(monkeypat
     net = gluon.nn.Dense(1, in_units=2)
     net.initialize(ctx=[mx.cpu(0)])
     trainer = mgpu.Trainer(net, "sgd")
-    monkeypatch.setattr(trainer._process_sync, "in_job", True)
+    monkeypatch.setattr(trainer.steps.process_sync, "in_job", True)
     with mx.autograd.record():
         loss = net(nd.ones((1, 2)))
     mgpu.backward([loss])
     with pytest.raises(mgpu.errors.TrainerError):
         trainer.update(1)
     with monkeypatch.context() as patched:
-        patched.setattr(trainer._process_sync, "_processes", SimpleNamespace(has_divided=False))
+        patched.setattr(trainer.steps.process_sync, "_processes", SimpleNamespace(has_divided=False))
         for step in (
             partial(trainer.step, 6),
             trainer.allreduce_grads,
         ):  # of whole batches: n processes took n times the gradient
             with pytest.raises(mgpu.errors.ModesError, match="Divide it with mgpu.split_batch"):
                 step()
-    monkeypatch.setattr(trainer, "sharded_data", True)
+    monkeypatch.setattr(trainer.steps, "sharded_data", True)
     trainer.allreduce_grads()
 
 

@@ -60,7 +60,7 @@ with mgpu.use_devices("cpu*2") as ctx:
         if mode == "static":
             net.hybridize(static_alloc=True, static_shape=True)
         trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01}, bucket_bytes=2**20)
-        assert len(trainer.gradients.current_slabs()) == 8
+        assert len(trainer.steps.layout.slabs) == 8
         mgpu.train_batch(net, loss, trainer, X, y)
         runs.append((net, trainer))
     mx.nd.waitall()

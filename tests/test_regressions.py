@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import StaleGradientError, TrainerError
 from gluon_mgpu.mxnet_internals.versions import is_mxnet2
-from gluon_mgpu.trainer.slab import place_of
+from gluon_mgpu.trainer.slab import slice_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -235,7 +235,7 @@ def test_devices_of_one_number_count_their_updates_apart(monkeypatch):
         if trainer_class is gluon.Trainer:
             assert is_mxnet2() or trainer._optimizer._all_index_update_counts == {0: {0: 6}}
         else:
-            assert trainer._update.counts() == {0: 3}
+            assert trainer.steps.update.counts() == {0: 3}
             assert mgpu.data_parallel.replica_difference(net) == 0.0
 
 
@@ -362,4 +362,4 @@ def test_a_convolutions_weight_lies_in_no_bucket():
     net = initialized(gluon.nn.Conv2D(32, 3, in_channels=16), [mx.cpu(0), mx.cpu(1)])
     net(nd.ones((1, 16, 3, 3)))
     mgpu.Trainer(net, "sgd")
-    assert place_of(net.weight) is None and place_of(net.bias) is not None
+    assert slice_of(net.weight) is None and slice_of(net.bias) is not None

@@ -71,7 +71,9 @@ class World:
     def bits(self):
         """Weights and running statistics on each device, and the states of the optimizer."""
         params = [array.asnumpy() for param in self.net.collect_params().values() for array in param.list_data()]
-        states = [state if isinstance(state, tuple) else (state,) for _, state in sorted(self.trainer._update.states().items())]
+        states = [
+            state if isinstance(state, tuple) else (state,) for _, state in sorted(self.trainer.steps.update.states().items())
+        ]
         return params + [array.asnumpy() for state in states for array in state]
 
 

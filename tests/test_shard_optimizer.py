@@ -261,7 +261,7 @@ def test_an_overflow_on_any_device_skips_the_step():
     net = small_net(cpus(3))
     trainer = make_trainer(net, shards=True)
     train(net, trainer)
-    trainer.loss_scaler = LossScaler(scale=8.0)
+    trainer.steps.loss_scaler = LossScaler(scale=8.0)
     before = everywhere(net)
     for param in (net[0].weight, net[4].weight, net[5].weight):  # of several owners
         (X, y) = small_batches((6,))[0]
@@ -270,9 +270,9 @@ def test_an_overflow_on_any_device_skips_the_step():
             losses = [LOSS(net(x), t) for x, t in zip(Xs, ys)]
         trainer.backward(losses)
         param.grad(mx.cpu(1))[:] = np.inf
-        scale = trainer.loss_scaler.scale
+        scale = trainer.steps.loss_scaler.scale
         trainer.step(6)
-        assert trainer.loss_scaler.scale == scale / 2
+        assert trainer.steps.loss_scaler.scale == scale / 2
     assert_equal_bits(everywhere(net), before)
 
 
@@ -312,7 +312,7 @@ def test_other_ways_to_sum_have_the_bits_of_an_update_on_every_device(change, op
         train(net, trainer)
         found.append(everywhere(net))
     assert_equal_bits(found[1], found[0])
-    assert trainer._layout.is_sharded
+    assert trainer.steps.layout.is_sharded
     if change is use_amp:  # without a scale in the losses, it changes nothing
         net = small_net(cpus(3), normalize=True)
         trainer = make_trainer(net, True, optimizer)
@@ -328,8 +328,8 @@ def test_optimizers_that_join_parameters_and_other_modes_update_on_every_device(
         lambda net: mgpu.Trainer(net, "sgd", check_replicas_every=2),
         lambda net: mgpu.LocalSGD(net, "sgd", every=2),
     ):
-        assert not make(small_net(cpus(2)))._layout.is_sharded
-    assert mgpu.Trainer(small_net(cpus(2)), "sgd")._layout.is_sharded
+        assert not make(small_net(cpus(2))).steps.layout.is_sharded
+    assert mgpu.Trainer(small_net(cpus(2)), "sgd").steps.layout.is_sharded
 
 
 def test_a_parameter_that_is_trained_later_goes_where_least_is():

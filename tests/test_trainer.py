@@ -102,7 +102,7 @@ def test_states_of_something_else_are_refused(tmp_path):
     _, sgd, _ = saved_states(tmp_path, "sgd")
     net, trainer, path = saved_states(tmp_path)
     train(net, trainer, small_batches([4]))
-    count = dict(trainer._update.counts())
+    count = dict(trainer.steps.update.counts())
     arrays = dict(np.load(path))
     values = json.loads(arrays.pop("trainer.json").tobytes())
     first = values["states"]["0"]
@@ -132,9 +132,9 @@ def test_states_of_something_else_are_refused(tmp_path):
             trainer.load_states(str(tmp_path / "wrong"))
     with pytest.raises(FileNotFoundError):
         trainer.load_states(str(tmp_path / "nowhere"))
-    assert trainer._update.counts() == count  # nothing was changed
+    assert trainer.steps.update.counts() == count  # nothing was changed
     trainer.load_states(path)
-    assert trainer._update.counts() != count
+    assert trainer.steps.update.counts() != count
 
 
 class CopiedParameter(gluon.Parameter):
@@ -276,7 +276,7 @@ BAD = [
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", clip_norm=float("nan")), "got clip_norm=nan"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", clip_value=-1), "got clip_value=-1"),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", clip_value=True), "got clip_value=True"),
-    pytest.param(lambda: mgpu.Trainer(sparse_weight(), "sgd"), "stored as row_sparse", marks=pytest.mark.mxnet1("sparse arrays")),
+    pytest.param(lambda: mgpu.Trainer(sparse_weight(), "sgd"), "stored sparsely", marks=pytest.mark.mxnet1("sparse arrays")),
     (lambda: mgpu.Trainer(small_net(CTX), "sgd", kvstore="nonsense"), "got kvstore 'nonsense'"),
 ]
 

@@ -202,7 +202,7 @@ class ReadCheckpoint:
                 return set_parameters(self.content, self._net)
             average_replicas(self._net)  # marks replicas that train separately (`LocalSGD`) as equal again
             without = set_parameters(self.content, self._net)
-            self._trainer.resolve_shapes()  # the loaded parameters may have set them
+            self._trainer.steps.resolve_shapes()  # the loaded parameters may have set them
             self._trainer.restore(without.state(), learning_rate=learning_rate)
         if generators:
             restore_generators(without)

@@ -146,8 +146,8 @@ def take_snapshot(
     is_np = bool(mx.util.is_np_shape())
     if trainer is not None:
         check_all_saved(net, trainer)
-        trainer.check_applied("Trainer.save_states")
-        if trainer.replica_check.is_on:
+        trainer.steps.check_applied("Trainer.save_states")
+        if trainer.steps.replica_check.is_on:
             trainer.check_replicas()  # no checkpoint holds bits of which devices or processes disagree
     average_replicas(net)
     comparison = ReplicaComparison("save_checkpoint", net)

@@ -17,9 +17,9 @@ from ..mxnet_internals.c_calls import Flags
 from ..nested import Array
 from ..refusals import refusal
 from ..runtime.environment import logger
-from ..trainer.gradients import Pass, examples_of
+from ..trainer.fresh import Pass
 from ..trainer.parameters import has_values, spans_devices
-from ..trainer.slab import Moves
+from ..trainer.recorder import examples_of
 from ..trainer.trainer import Trainer
 from .batchnorm import is_synchronised
 from .executors import Executor
@@ -131,12 +131,12 @@ class CompiledPasses(Passes):
         queued, self._queued = self._queued, None
         if queued is None:
             return super()._go_back(trainer, losses, plan)
-        scale = 1.0 if trainer.loss_scaler is None else trainer.loss_scaler.begin()
-        trainer.gradients.begin_graphs()
+        scale = 1.0 if trainer.steps.loss_scaler is None else trainer.steps.loss_scaler.begin()
+        trainer.steps.fresh.begin_graphs()
         for executor in queued.executors:
             executor.backward(scale)
         if queued.found is None:  # until the parameters change, it is the same for each batch of this form
-            queued.found = trainer.gradients.by_graphs(self._params, examples_of(losses, {}))
+            queued.found = trainer.steps.recorder.by_graphs(self._params, examples_of(losses, {}))
             own, contexts = set(map(id, trainer.params)), [executor.context for executor in queued.executors]
             others = [param for key, param in self._params.items() if key not in own and param.grad_req != "null"]
             queued.others = Flags([param.data(context) for param in others for context in contexts])
@@ -219,7 +219,7 @@ class CompiledPasses(Passes):
     def _look(self) -> Tuple[List[Any], List[Any]]:
         """Return what graphs and what executors depend on: the same things while they stay."""
         net, attributes = self._net, vars(self._net)
-        looked_at = Moves.count if self._trainer is None else self._trainer.gradients.version
+        looked_at = None if self._trainer is None else self._trainer.steps.layout.version
         # hybridize(), cast(), set_precision() and new layers empty the network's graph, and any call makes another one
         made = [attributes.get("_cached_graph"), getattr(self._loss, "_flags", None)]  # hybridize() makes new flags
         made += [attributes.get("_active"), "forward" in attributes, is_synchronised(net)]

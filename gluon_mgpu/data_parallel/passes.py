@@ -14,8 +14,9 @@ from ..checks import OF_WRONG_DATA, advice_for, is_of_mxnet, reason_of, short
 from ..errors import StepError, TrainerError
 from ..nested import Array, is_device_array, leaves
 from ..trainer.backward import differentiate, run_backward, scaled_losses
-from ..trainer.gradients import Pass, examples_of
+from ..trainer.fresh import Pass
 from ..trainer.parameters import blocks_of
+from ..trainer.recorder import examples_of
 from ..trainer.trainer import Trainer
 from ..trainer.wrong_graphs import check_graphs, hybrid_blocks
 from .batchnorm import run_shards
@@ -106,8 +107,8 @@ class Passes:
 
     def _go_back(self, trainer: Trainer, losses: Sequence[Array], plan: Optional[Plan]) -> Pass:
         """Compute the gradients of the losses of the latest forward passes."""
-        with trainer.gradients.one_pass() as found:
-            differentiate("backward", scaled_losses(trainer, losses))
+        with trainer.steps.recorder.one_pass() as found:
+            differentiate("backward", scaled_losses(trainer.steps, losses))
         examples = examples_of(losses, {}) if plan is None or plan.slices is None or plan.is_new else plan.examples
         return Pass(found.written, examples, is_current=True)
 
@@ -159,7 +160,7 @@ def backward(losses: Sequence[Array], trainers: Sequence[Trainer] = ()) -> None:
             f"backward: got {short(trainers)} as the trainers; expected a list of gluon_mgpu.Trainer. Pass [trainer, other], or "
             "call trainer.backward(losses)."
         )
-    run_backward("backward", losses, trainers)
+    run_backward("backward", losses, [one.steps for one in trainers])
 
 
 def call(operation: str, what: str, shard: int, X: Any, y: Any, function: Any, *args: Any, **named: Any) -> Any:

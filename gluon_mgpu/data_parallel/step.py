@@ -16,10 +16,10 @@ from ..errors import TrainerError
 from ..mxnet_internals.versions import require_np_arrays
 from ..nested import Array, Fields
 from ..refusals import refusal
-from ..trainer.gradients import drop_flags
+from ..trainer.first_weights import check_others
 from ..trainer.options import check_not_recording
 from ..trainer.parameters import has_values, trainers_of
-from ..trainer.process_sync import check_others
+from ..trainer.recorder import drop_flags
 from ..trainer.running_stats import running_stats
 from ..trainer.trainer import Trainer
 from .batchnorm import check_shards
@@ -231,7 +231,7 @@ class TrainStep:
         flag(operation, "ignore_stale_grad", ignore_stale_grad)
         self._asked = (net, loss, split_f, ignore_stale_grad, micro_steps, compiled, trainer.virtual_shards)
         micro_steps = whole_number(operation, "micro_steps", micro_steps, advice="1 is one batch.")
-        trainer.gradients.watch(net, loss, *(stage.block for stage in getattr(net, "stages", ())))
+        trainer.steps.layout.watch(net, loss, *(stage.block for stage in getattr(net, "stages", ())))
         self.passes = make_passes(operation, net, loss, compiled, trainer=trainer, kept=trainer.kept)
         num_virtual = (trainer.virtual_shards or 0) * micro_steps
         split = as_split(operation, split_f, num_virtual)
@@ -257,13 +257,13 @@ class TrainStep:
         check_not_recording(self._operation)
         train = self._train_parts if self._micro_steps > 1 else self._train
         try:
-            if self._trainer.sharded_data:
+            if self._trainer.steps.sharded_data:
                 with own_batches():
                     return train(X, y)
             return train(X, y)
         except BaseException:
             if self.passes.in_parts:  # gradients of the last part, which another trainer must not take
-                self._trainer.gradients.drop_unused()
+                self._trainer.steps.fresh.drop_unused()
             raise
 
     def _train_parts(self, X: Any, y: Any) -> Batch:
@@ -299,18 +299,18 @@ class TrainStep:
             check_shards(self._operation, self._net, len(Xs))
         if self._open and plan.is_new:  # batches of another form may reach other layers
             self._begin(X, y, Xs, ys)
-        trainer.gradients.follow()  # graphs of the coming pass must not write into former arrays
+        trainer.steps.fresh.follow()  # graphs of the coming pass must not write into former arrays
         outputs, losses, found = passes.run(self._operation, Xs, ys, plan, trainer, on_phase)
         if plan.is_new and self._check is not None:
             self._check(outputs, ys)
         checks = planner.check_labels(plan, outputs, y)
         divisor, own_units = planner.count(plan, losses, y, ys, is_compiled=passes.is_compiled)
         on_phase("update")
-        trainer.take(found)
+        trainer.steps.take(found)
         if self._others and (passes.in_parts or self._micro_steps > 1):
             drop_flags(self._others)  # they are of a part of the batch
             for other in trainers_of(self._others):
-                other.leave_out(self._others)
+                other.steps.leave_out(self._others)
         trainer.step(divisor, self._ignore_stale_grad)
         on_phase("dispatch")
         self._in_flight.append((losses, checks))
@@ -326,14 +326,14 @@ class TrainStep:
     def _begin(self, X: Any, y: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
         """Let the first batch decide the shapes of parameters that layers leave open."""
         trainer = self._trainer
-        trainer.resolve_shapes()
+        trainer.steps.resolve_shapes()
         params = list(self._net.collect_params().values())
         if any(param._deferred_init for param in params):
             if not Xs:  # of a batch with fewer examples than processes: every process needs the shapes
                 with own_batches():
                     _, Xs, ys = self._planner.split(X, y)
             decide_shapes(self._operation, self._net, Xs, ys)
-            trainer.resolve_shapes()
+            trainer.steps.resolve_shapes()
         if group() is not None and not has_values(trainer.params):
             raise refusal(self._operation, "several processes", "layers that the first batch does not reach")
         self._open = any(param._deferred_init for param in params)
@@ -343,7 +343,7 @@ class TrainStep:
             check_others(self._operation, self._net, trainer.params)
         own = set(map(id, trainer.params))
         self._others = [param for param in params if id(param) not in own]
-        trainer.running_stats.add(running_stats(self._net))
+        trainer.steps.running_stats.add(running_stats(self._net))
 
 
 def check_trainer(operation: str, trainer: Any, net: Any, loss: Any) -> None:

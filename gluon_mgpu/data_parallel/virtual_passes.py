@@ -17,7 +17,7 @@ from mxnet import Context, autograd, gluon
 from ..distributed import process_shard
 from ..nested import is_device_array, map_leaves
 from ..refusals import refusal
-from ..trainer.gradients import Pass
+from ..trainer.fresh import Pass
 from ..trainer.running_stats import running_stats, statistics_slabs
 from ..trainer.slab import Slab, zero
 from ..trainer.trainer import Trainer
@@ -72,11 +72,13 @@ class VirtualPasses(Passes):
         num_here, first = self._number(len(Xs))
         outputs: List[Any] = [None] * len(Xs)
         losses: List[Any] = [None] * len(Xs)
-        tree, contexts = trainer.tree, trainer.contexts
+        tree, contexts = trainer.steps.tree, trainer.contexts
         assert tree is not None and plan is not None, "the trainer has virtual shards"
         virtual = tree.virtual
-        trainer.exchange(plan.num_examples)  # the tree sums over the processes
-        buffers, shapeless = trainer.gradients.current_slabs(), [one for one in trainer.params if one._data is None]
+        trainer.steps.exchange(plan.num_examples)  # the tree sums over the processes
+        if trainer.steps.fresh.running_indices:
+            raise refusal("Trainer", "virtual_shards", "grad_req='add'")
+        buffers, shapeless = trainer.steps.layout.slabs, [one for one in trainer.params if one._data is None]
         gradients = tree.begin(buffers)
         stats = self._stats_of(contexts, buffers)
         each = num_here // len(contexts)
@@ -106,7 +108,7 @@ class VirtualPasses(Passes):
                 own.move([mean.as_in_context(context) for mean in means])
         mx.random.seed(virtual.seed_of(self._num_shards))  # what a program draws after the batch does not depend on the devices
         virtual.batches += 1
-        return outputs, losses, trainer.gradients.joined(passes)
+        return outputs, losses, trainer.steps.recorder.joined(passes)
 
     def _stats_of(self, contexts: Sequence[Context], buffers: List[Slab]) -> List[StatsOfParts]:
         """Return BatchNorm's running statistics on each device, before a batch whose gradients are in these slabs."""

@@ -226,7 +226,7 @@ class Run:
         progress = self._loop.run(self.limits.of(data, start))
         trainer.flush()
         state.pending = 0
-        if trainer.replica_check.is_on:
+        if trainer.steps.replica_check.is_on:
             trainer.check_replicas()
         if self._add_norm():  # of the batches that were left
             progress = replace(progress, means=self._sums.read_all())

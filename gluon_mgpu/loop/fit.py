@@ -209,7 +209,7 @@ def fit(
             _end_callbacks(begun, state)
             if state.error is None or state.interrupted:
                 any_process(False)  # a barrier: all see the files that the first process has written, and none ends before it
-    trainer.gradients.drop_unused()  # a loop by hand may follow
+    trainer.steps.fresh.drop_unused()  # a loop by hand may follow
     return state.history
 
 

@@ -149,7 +149,7 @@ class Checkpoint(Callback):
         snapshot = take_snapshot(state.net, state.trainer, progress, place=place, arrays=arrays, base=self._base)
         if not this_process().rank:
             self._rotation.put(self._writing(snapshot), state.step, is_best=is_best)
-        state.trainer.replica_check.checkpoint = str(self.folder / "last")
+        state.trainer.steps.replica_check.checkpoint = str(self.folder / "last")
         self._saved = here
 
     def _writing(self, snapshot: Snapshot) -> Callable[[Path], None]:

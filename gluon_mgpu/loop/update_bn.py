@@ -65,11 +65,12 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
         return
     trainers = trainers_of(net)
     for trainer in trainers:
-        trainer.check_applied("update_bn")
+        trainer.steps.check_applied("update_bn")
     average_replicas(net)  # passes that no step has used count by their own examples
     passes = Passes(net, _zero, trains=True)
     moved = RunningStats(stats, make_sum("device"), devices)
-    reads_own = any(trainer.sharded_data for trainer in trainers)
+    moved.begin()
+    reads_own = any(trainer.steps.sharded_data for trainer in trainers)
     before = [(array, array.copy()) for param in stats for array in param.list_data()]
     item: Any = None
     try:

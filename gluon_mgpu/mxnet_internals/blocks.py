@@ -68,9 +68,9 @@ def forget_graph(block: gluon.HybridBlock) -> None:
     block._clear_cached_op()
 
 
-def traced(block: gluon.HybridBlock, *arguments: Any) -> Tuple[List[Any], Any]:
-    """Return the symbols of a block's inputs and its output, which Gluon keeps for later calls."""
-    return block._get_graph(*arguments)  # type: ignore[no-any-return]
+def traced(block: gluon.HybridBlock, *arguments: Any, own: bool = False) -> Tuple[List[Any], Any]:
+    """Return the symbols of a block's inputs and its output, which Gluon keeps; `own`: not by what has replaced tracing."""
+    return type(block)._get_graph(block, *arguments) if own else block._get_graph(*arguments)  # type: ignore[no-any-return]
 
 
 def replace_tracing(block: gluon.HybridBlock, trace: Any) -> None:

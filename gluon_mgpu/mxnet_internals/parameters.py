@@ -6,7 +6,7 @@ Source: MXNet 1.9.1, python/mxnet/gluon/parameter.py.
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, Dict, Iterable, List, Sequence
+from typing import Any, Dict, List, Sequence
 from weakref import ref
 
 from mxnet import Context, autograd, gluon
@@ -75,19 +75,19 @@ def is_fresh(weight: Array) -> bool:
     return bool(weight._fresh_grad)
 
 
-def use_memory(array: Array, view: Array) -> None:
-    """Turn an array, which others may hold, into this view of memory with the same values."""
-    array.as_nd_ndarray().copyto(view)
-    array.handle, view.handle = view.handle, array.handle
+def use_memory(param: gluon.Parameter, weights: Sequence[Array], gradients: Sequence[Array] = ()) -> None:
+    """Turn the arrays of a parameter, which others may hold, into these views of memory, with the same values.
 
-
-def mark_again(params: Iterable[gluon.Parameter]) -> None:
-    """Let autograd know the parameters' new arrays, or their new `grad_req`. Fresh flags stay."""
-    for param in params:
-        fresh = [weight for weight in param._data if weight._fresh_grad]
-        autograd.mark_variables(param._data, param._grad, param.grad_req)
-        for weight in fresh:
-            weight._fresh_grad = True
+    Gluon's lists of them are new ones afterwards, as with new arrays. Fresh flags stay.
+    """
+    fresh = list(map(is_fresh, param._data))
+    for array, view in [*zip(param._data, weights), *zip(param._grad or (), gradients)]:
+        array.as_nd_ndarray().copyto(view)
+        array.handle, view.handle = view.handle, array.handle
+    param._data = list(param._data)
+    if gradients:
+        param._grad = list(param._grad)
+        _mark(param, fresh)
 
 
 def set_grad_req(params: Sequence[gluon.Parameter], grad_req: str) -> None:
@@ -96,8 +96,16 @@ def set_grad_req(params: Sequence[gluon.Parameter], grad_req: str) -> None:
     MXNet compiles static graphs again after this change: `tests/test_accumulation.py`.
     """
     for param in params:
+        fresh = list(map(is_fresh, param._data))
         param._grad_req = grad_req
-    mark_again(params)
+        _mark(param, fresh)
+
+
+def _mark(param: gluon.Parameter, fresh: Sequence[bool]) -> None:
+    autograd.mark_variables(param._data, param._grad, param.grad_req)
+    for weight, was_fresh in zip(param._data, fresh):
+        if was_fresh:
+            weight._fresh_grad = True
 
 
 def buffers_of(param: gluon.Parameter) -> List[Array]:

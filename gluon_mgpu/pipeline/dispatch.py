@@ -26,7 +26,7 @@ from ..nested import Array, is_float, leaves, map_leaves
 from ..refusals import refusal
 from ..runtime.device_threads import in_own_thread
 from ..runtime.profiler import Recording, task_mark
-from ..trainer.gradients import Pass
+from ..trainer.fresh import Pass
 from ..trainer.running_stats import is_running_stat, statistics_slabs
 from ..trainer.trainer import Trainer
 from .schedule import Task, simulate
@@ -181,7 +181,7 @@ class PipelinePasses(Passes):
             micro_batches.append(_MicroBatch(shard, X, parts, sizes, {NETWORK: self.pipeline.stages.inputs(X)}))
             own.setdefault(replica, []).append(micro_batches[-1])
             shard += len(sizes)
-        scale = 1.0 if trainer.loss_scaler is None else trainer.loss_scaler.begin()
+        scale = 1.0 if trainer.steps.loss_scaler is None else trainer.steps.loss_scaler.begin()
         for one, seeds in zip(micro_batches, self._seeds() if micro_batches else ()):  # a batch that is refused draws none
             one.seeds = seeds
         task_run = _Run(operation, self.pipeline, self._loss, scale)
@@ -189,7 +189,7 @@ class PipelinePasses(Passes):
         planned.sort(key=itemgetter(0, 1))
         places = self._prepared()
         adds = self.pipeline.micro_batches > 1 or self._shares
-        with trainer.gradients.adding() if adds and micro_batches else trainer.gradients.one_pass() as found:
+        with trainer.steps.recorder.adding() if adds and micro_batches else trainer.steps.recorder.one_pass() as found:
             examples = task_run.dispatch([(places[replica][task.stage], task, own[replica]) for _, replica, task in planned])
         results = [(one.results[part], one.losses[part]) for one in micro_batches for part in range(len(one.ys))]
         return [result for result, _ in results], [loss for _, loss in results], Pass(found.written, examples)

@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import List, Optional, Protocol, Sequence, Set
+from typing import Sequence, Set
 
-from mxnet import autograd, gluon
+from mxnet import autograd
 
 from ..checks import explaining, short
 from ..distributed import group
 from ..errors import TrainerError
 from ..nested import Array, is_device_array
 from ..refusals import refusal
-from .gradients import Gradients, Pass
-from .loss_scaler import LossScaler
+from .steps import Steps
 
 
-class Taker(Protocol):
-    """What a pass reads of a trainer."""
-
-    gradients: Gradients
-    loss_scaler: Optional[LossScaler]
-
-    @property
-    def params(self) -> List[gluon.Parameter]:
-        """Its parameters."""
-
-    def check_begun(self, operation: str) -> None:
-        """Raise `ModesError` if the processes of a job do not share the weights yet."""
-
-    def take(self, found: Pass) -> None:
-        """Let the next step use a pass."""
-
-
-def run_backward(operation: str, losses: Sequence[Array], trainers: Sequence[Taker] = ()) -> None:
+def run_backward(operation: str, losses: Sequence[Array], trainers: Sequence[Steps] = ()) -> None:
     """Compute the gradients of all losses, and give the pass to these trainers. Arguments and errors are those of `backward`."""
     is_list = isinstance(losses, (list, tuple)) and all(map(is_device_array, losses))
     if not is_list or not (losses or group() is not None):  # a small batch has no examples for a process
@@ -41,25 +23,25 @@ def run_backward(operation: str, losses: Sequence[Array], trainers: Sequence[Tak
             f"{operation}: got {short(losses)}; expected a list of one or more MXNet arrays, one loss per shard. "
             "Pass [loss(net(x), y) for x, y in zip(Xs, ys)]."
         )
-    if not losses and any(one.gradients.latest is not None for one in trainers):
+    if not losses and any(one.fresh.latest is not None for one in trainers):
         raise refusal(operation, "several processes", "several passes before a step")
     for trainer in trainers:
-        trainer.check_begun(operation)
+        trainer.process_sync.check_begun(operation)
     if len(trainers) > 1 and any(one.loss_scaler is not None for one in trainers):
         raise refusal(operation, "precision='fp16'", "a pass for several trainers")
     _check_apart(operation, trainers)
     with ExitStack() as stack:
-        found = [stack.enter_context(one.gradients.one_pass(keeps=True)) for one in trainers]
+        found = [stack.enter_context(one.recorder.one_pass(keeps=True)) for one in trainers]
         differentiate(operation, scaled_losses(trainers[0], losses) if trainers else losses)
     for trainer, one in zip(trainers, found):
-        trainer.take(trainer.gradients.counted(one, losses))
+        trainer.take(trainer.recorder.counted(one, losses))
 
 
-def _check_apart(operation: str, trainers: Sequence[Taker]) -> None:
+def _check_apart(operation: str, trainers: Sequence[Steps]) -> None:
     """Raise `TrainerError` if two trainers train one parameter: the first step sums its gradients, and the second would again."""
     taken: Set[int] = set()
     for trainer in trainers if len(trainers) > 1 else ():
-        trained = {id(param): param for param in trainer.params if param.grad_req != "null"}
+        trained = {id(param): param for param in trainer.layout.params if param.grad_req != "null"}
         shared = next((param.name for key, param in trained.items() if key in taken), None)
         if shared is not None:
             raise TrainerError(
@@ -69,7 +51,7 @@ def _check_apart(operation: str, trainers: Sequence[Taker]) -> None:
         taken.update(trained)
 
 
-def scaled_losses(trainer: Taker, losses: Sequence[Array]) -> Sequence[Array]:
+def scaled_losses(trainer: Steps, losses: Sequence[Array]) -> Sequence[Array]:
     """Return the losses times the loss scale of fp16, or as they are."""
     return losses if trainer.loss_scaler is None else trainer.loss_scaler.scale_losses(losses)
 

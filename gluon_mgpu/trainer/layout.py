@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import attrgetter, is_not
+from operator import is_not
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple, Union
 
 import numpy as np
 from mxnet import Context, gluon
 
 from ..errors import TrainerError
-from ..mxnet_internals.parameters import contexts_of as context_list
+from ..mxnet_internals.blocks import compiled_graph, compiled_with
+from ..mxnet_internals.parameters import contexts_of, gradients_of, has_dense_gradient, has_values, values_of
 from ..nested import Array, num_bytes
 from .parameters import Params, blocks_of, check_initialised, named_params, spans_devices
-from .slab import Bucket, Slab, blocks_with, multipliers_of, place, place_of, slab_of, slabs_of
+from .slab import Bucket, Slab, multipliers_of, place, slab_of, slabs_of, slice_of
 from .wrong_graphs import check_graphs, hybrid_blocks
-
-_GRAD, _GRAPH = attrgetter("_grad"), attrgetter("_cached_op")
 
 
 class Layout:
@@ -68,7 +67,7 @@ class Layout:
     has_new_graphs : bool
         Whether a block of the network was traced since its graphs were checked.
     version : int
-        It has grown if `look` has found that Gluon has made new arrays, or the user has set a multiplier.
+        It has grown if `look` has found parameters with new arrays or other memory, or that the user has set a multiplier.
 
     Raises
     ------
@@ -141,7 +140,7 @@ class Layout:
         if self.has_new_graphs:
             self.check_graphs()
         if by_hand and not self._is_searched:  # once: it looks at all objects of the process
-            check_graphs("Trainer", blocks_with(set(map(id, self.params))), trains=True)
+            check_graphs("Trainer", compiled_with(set(map(id, self.params))), trains=True)
             self._is_searched = True
 
     def watch(self, *blocks: Any) -> None:
@@ -152,7 +151,7 @@ class Layout:
         """Raise `ModesError` if MXNet computes wrong gradients in a graph of the network; again if there is another one."""
         self._hybrid = hybrid_blocks(self._roots)
         check_graphs("Trainer", self._hybrid, trains=True)
-        self._graphs, self.has_new_graphs = list(map(_GRAPH, self._hybrid)), False
+        self._graphs, self.has_new_graphs = list(map(compiled_graph, self._hybrid)), False
 
     def place(self) -> None:
         """Put parameters into buckets that have no place yet, and divide the trainable ones into slabs."""
@@ -162,8 +161,8 @@ class Layout:
             place([params[i] for i in indices], self._bucket_bytes)
         self._placed = self.look()
         wanted = [index for index, param in enumerate(params) if param.grad_req != "null"]
-        self.trainable = [index for index in wanted if params[index]._data is not None]
-        self.shapeless = [index for index in wanted if params[index]._data is None]
+        self.trainable = [index for index in wanted if has_values(params[index])]
+        self.shapeless = [index for index in wanted if not has_values(params[index])]
         if self.is_sharded:
             self._choose_owners()
         trained, slabs = set(self.trainable), []
@@ -178,18 +177,19 @@ class Layout:
     def owner_of(self, index: int) -> Optional[int]:
         """Return the replica that updates a parameter, 0 if it was not chosen yet; None if all do."""
         param = self.params[index]
-        if not self.is_sharded or param._grad_stype != "default":  # a sparse update writes few rows; a copy would write all
+        if not self.is_sharded or not has_dense_gradient(param):  # a sparse update writes few rows; a copy would write all
             return None
-        found = place_of(param)
+        found = slice_of(param)
         return self._owners.get(found.bucket if found else index, 0)
 
     def look(self) -> int:
         """Look at all parameters, and return their `version`."""
         multipliers = list(map(multipliers_of, self.params))  # no Python call for each
-        if any(map(is_not, map(_GRAD, self.params), self._seen)) or multipliers != self._multipliers:
-            self._seen, self._multipliers, self.version = list(map(_GRAD, self.params)), multipliers, self.version + 1
+        if any(map(is_not, map(gradients_of, self.params), self._seen)) or multipliers != self._multipliers:
+            self._seen, self._multipliers = list(map(gradients_of, self.params)), multipliers
+            self.version += 1
             self.has_new_graphs = True  # PReLU's slope may be trained now
-        self.has_new_graphs = self.has_new_graphs or any(map(is_not, map(_GRAPH, self._hybrid), self._graphs))
+        self.has_new_graphs = self.has_new_graphs or any(map(is_not, map(compiled_graph, self._hybrid), self._graphs))
         return self.version
 
     def has_changed(self) -> bool:
@@ -203,9 +203,9 @@ class Layout:
         optimizer's states would not fit.
         """
         for index, (name, param) in enumerate(zip(self.names, self.params)):
-            now = (context_list(param), param.dtype)
-            contexts, dtype = now if param._data is None else self._at_first.setdefault(index, now)
-            is_there = contexts is context_list(param) and param.list_ctx() == self.contexts_of[index]
+            now = (contexts_of(param), param.dtype)
+            contexts, dtype = self._at_first.setdefault(index, now) if has_values(param) else now
+            is_there = contexts is contexts_of(param) and param.list_ctx() == self.contexts_of[index]
             if not (is_there and np.dtype(dtype) == np.dtype(param.dtype)):
                 raise TrainerError(
                     f"Trainer: got parameter {name} initialised again, moved or cast, as {np.dtype(param.dtype)} on "
@@ -237,8 +237,8 @@ class Layout:
         known: Dict[Union[Bucket, int], Tuple[int, Tuple[Context, ...]]] = {}  # bytes and devices
         for index in self.trainable:
             if self.owner_of(index) is not None:
-                found = place_of(self.params[index])
-                weights = found.bucket.weights if found else self.params[index]._data
+                found = slice_of(self.params[index])
+                weights = found.bucket.weights if found else values_of(self.params[index])
                 known[found.bucket if found else index] = num_bytes(weights[0]), tuple(self.contexts_of[index])
         self._owners = {key: owner for key, owner in self._owners.items() if key in known}
         held: Dict[Tuple[Context, ...], List[int]] = {}  # bytes on the devices of a group

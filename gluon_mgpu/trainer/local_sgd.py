@@ -2,18 +2,79 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Dict, List, Optional, Set
+from dataclasses import dataclass, replace
+from typing import Any, Dict, List, Optional, Set, Tuple
 
-from mxnet import autograd
+from mxnet import Context, autograd
 
 from ..checks import whole_number
 from ..distributed import group
+from ..nested import Array
 from ..refusals import refusal
-from .parameters import APART, Params, spans_devices
-from .slab import Slab
+from .parameters import Params, spans_devices
+from .slab import Bucket, Slab
 from .states import TrainerState
+from .steps import Steps
 from .trainer import Trainer
+
+
+@dataclass(eq=False)
+class _Values:
+    """A `Summand`: weights, or a state of the optimizer, of all devices."""
+
+    indices: Tuple[int, ...]
+    contexts: Tuple[Context, ...]
+    arrays: List[Array]
+    bucket: Optional[Bucket] = None
+
+    def __post_init__(self) -> None:
+        self.summed = self.arrays
+
+
+class _LocalSteps(Steps):
+    """Steps of devices that train apart, each on its own gradient, and are averaged every few steps."""
+
+    trains_apart = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.every = 1
+        self._num_local = 0  # steps since the last average
+        self._trained: Set[int] = set()  # the parameters that have changed since then
+
+    def average_replicas(self) -> None:
+        """Set weights and states to their mean over the devices after local steps. It does not wait."""
+        if not self._num_local:
+            super().average_replicas()
+            return
+        layout = self.layout
+        self.running_stats.move(layout.slabs)
+        frozen = self._trained.difference(*(one.indices for one in layout.slabs))  # since the last average
+        others = [*self.update.arrays(), *(layout.params[index].list_data() for index in sorted(frozen))]
+        values = [_Values(one.indices, one.contexts, one.weights, one.bucket) for one in layout.slabs]
+        values += [_Values((-1 - i,), tuple(layout.contexts), arrays) for i, arrays in enumerate(others)]
+        with autograd.pause():
+            self.sum.run(values)
+            for array in (array.as_nd_ndarray() for one in values for array in one.arrays):
+                array /= len(layout.contexts)
+        self._num_local = 0
+        self._trained.clear()
+
+    def _reduce(self, slabs: List[Slab]) -> None:
+        whole_number("LocalSGD", "every", self.every, advice="16 is usual.")  # a program may set it
+        if self._trainer.amp_scaler is not None or self.loss_scaler is not None:
+            raise refusal("LocalSGD.step", "LocalSGD", "a loss scaler")
+
+    def _clip(self, slabs: List[Slab]) -> None:
+        for replica, context in reversed(list(enumerate(self.layout.contexts))):  # the first one's `grad_norm` stays
+            super()._clip([replace(one, contexts=(context,), gradients=[one.gradients[replica]]) for one in slabs])
+
+    def _apply(self, slabs: List[Slab], batch_size: float) -> None:
+        super()._apply(slabs, batch_size)
+        self._num_local += 1
+        self._trained.update(*(slab.indices for slab in slabs))
+        if self._num_local >= self.every:
+            self.average_replicas()
 
 
 class LocalSGD(Trainer):
@@ -69,43 +130,34 @@ class LocalSGD(Trainer):
     SGD", 2020; Yu, Jin, Yang, "On the linear speedup analysis of communication efficient momentum SGD", 2019.
     """
 
-    trains_apart = True
+    steps_class = _LocalSteps
+    steps: _LocalSteps
 
     def __init__(
         self, params: Params, optimizer: Any, optimizer_params: Optional[Dict[str, Any]] = None, *, every: int, **options: Any
     ) -> None:
-        self.every = whole_number("LocalSGD", "every", every, advice="16 is usual.")
+        every = whole_number("LocalSGD", "every", every, advice="16 is usual.")
         if group() is not None:
             raise refusal("LocalSGD", "LocalSGD", "several processes")
         if spans_devices(params):
             raise refusal("LocalSGD", "LocalSGD", "Pipeline")
         super().__init__(params, optimizer, optimizer_params, **options)
-        APART.add(self)
-        self._scale *= len(self.contexts)  # divides by the mean shard size instead of the batch size
-        self._num_local_steps = 0  # since the last average
-        self._trained: Set[int] = set()  # the parameters that have changed since then
+        self.every = every
+        self.scale *= len(self.contexts)  # divides by the mean shard size instead of the batch size
 
-    def average_replicas(self) -> None:
-        """Set weights and states to their mean over the devices after local steps. It does not wait."""
-        if not self._num_local_steps:
-            super().average_replicas()
-            return
-        self.running_stats.move(self._layout.slabs)
-        slabs = [replace(one, gradients=one.weights) for one in self._layout.slabs]
-        frozen = self._trained.difference(*(one.indices for one in slabs))  # since the last average
-        others = [*self._update.arrays(), *(self._params[index].list_data() for index in sorted(frozen))]
-        slabs += [Slab((-1 - i,), tuple(self.contexts), [], arrays) for i, arrays in enumerate(others)]
-        with autograd.pause():
-            self._sum.run(slabs)
-            for array in (array.as_nd_ndarray() for slab in slabs for array in slab.gradients):
-                array /= len(self.contexts)
-        self._num_local_steps = 0
-        self._trained.clear()
+    @property
+    def every(self) -> int:
+        """Steps between averages."""
+        return self.steps.every
+
+    @every.setter
+    def every(self, every: int) -> None:
+        self.steps.every = every
 
     def flush(self, ignore_stale_grad: bool = False) -> None:
         """Update with accumulated gradients, and average the devices. Inside `accumulate` it does nothing."""
         super().flush(ignore_stale_grad)
-        if not self._num_open:
+        if not self.steps.num_open:
             self.average_replicas()
 
     def state(self) -> TrainerState:
@@ -117,20 +169,3 @@ class LocalSGD(Trainer):
         """Average the devices if they differ after local steps, and continue from a state."""
         self.average_replicas()
         super().restore(state, learning_rate=learning_rate)
-
-    def _reduce(self, slabs: List[Slab]) -> None:
-        whole_number("LocalSGD", "every", self.every, advice="16 is usual.")  # a program may set it
-        if getattr(self, "_amp_loss_scaler", None) is not None or self.loss_scaler is not None:
-            raise refusal("LocalSGD.step", "LocalSGD", "a loss scaler")
-
-    def _clip(self, slabs: List[Slab]) -> None:
-        clips = self._measures or self._clip_value is not None
-        for replica, context in reversed(list(enumerate(self.contexts))) if clips else ():  # the first one's `grad_norm` stays
-            super()._clip([replace(one, contexts=(context,), gradients=[one.gradients[replica]]) for one in slabs])
-
-    def _apply(self, slabs: List[Slab], batch_size: float) -> None:
-        super()._apply(slabs, batch_size)
-        self._num_local_steps += 1
-        self._trained.update(*(slab.indices for slab in slabs))
-        if self._num_local_steps >= self.every:
-            self.average_replicas()

@@ -10,7 +10,7 @@ from ..checks import real_number, short, whole_number
 from ..errors import NonFiniteLossError, TrainerError
 from ..nested import Array, is_device_array
 from ..runtime.environment import logger
-from .sums import finite_on_each
+from .clip import finite_on_each
 
 _SMALLEST, _LARGEST = 1.0, 2.0**24  # of a scale
 

@@ -14,11 +14,12 @@ from mxnet import optimizer as opt
 
 from ..checks import is_number
 from ..errors import StateError
+from ..mxnet_internals.optimizers import COUNTS
 from ..mxnet_internals.versions import LBSGD
 from ..runtime.untrusted_files import check_form
 
 # Set by Trainer and Update, or names of this run: counts are saved with the states, by the parameters' names.
-_NOT_KEPT = {"param_dict", "_all_index_update_counts", "_index_update_count", "idx2name", "sym_info", "rescale_grad"}
+_NOT_KEPT = {"param_dict", *COUNTS, "idx2name", "sym_info", "rescale_grad"}
 _NOT_KEPT |= {"aggregate_num", "allow_np_array", "lr_scheduler"}
 _NOT_KEPT |= {"lr", "lr_mult", "wd_mult"}  # options, under other names than the constructors' arguments
 _MOVED_BY_SCHEDULES = {"base_lr", "count", "cur_step_ind"}  # by MXNet's schedules; other attributes are their arguments

@@ -3,22 +3,58 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Optional
+from dataclasses import dataclass
+from typing import Any, Dict, Optional
 
 import mxnet as mx
 import numpy as np
 from mxnet import lr_scheduler
 from mxnet import optimizer as opt
 
-from ..checks import instance, one_of, real_number, reason_of, short
+from ..checks import flag, instance, one_of, real_number, reason_of, short, whole_number
 from ..errors import TrainerError
 from ..mxnet_internals.c_calls import is_recording
+from ..mxnet_internals.parameters import has_dense_gradient, is_dense
 from ..mxnet_internals.versions import is_mxnet2
 from ..nested import is_device_array
 from ..refusals import refusal
 from .layout import Layout
 from .parameters import Params, named_params
 from .update import checked_rate, is_replicable
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a `Trainer`, whose docstring explains them.
+
+    Raises
+    ------
+    TrainerError
+        One is of another kind.
+    """
+
+    clip_norm: Optional[float]
+    clip_value: Optional[float]
+    measure_grad_norm: bool
+    find_unused_parameters: bool
+    sharded_data: bool
+    shard_optimizer: bool
+    virtual_shards: Optional[int]
+    check_replicas_every: Optional[int]
+    bucket_bytes: int
+
+    def __post_init__(self) -> None:
+        whole_number("Trainer", "bucket_bytes", self.bucket_bytes, high=2**63 - 1, advice="25 * 2**20 is usual.")
+        for name in ("measure_grad_norm", "find_unused_parameters", "sharded_data", "shard_optimizer"):
+            flag("Trainer", name, getattr(self, name))
+        for name in ("clip_norm", "clip_value"):
+            if getattr(self, name) is not None:
+                real_number("Trainer", name, getattr(self, name), above=True, advice="Pass None not to clip.")
+
+    def shared(self) -> Dict[str, object]:
+        """Return the options that all processes of a job must have in common."""
+        names = ("clip_norm", "clip_value", "sharded_data", "check_replicas_every", "bucket_bytes")
+        return {name: getattr(self, name) for name in names}
 
 
 def made_optimizer(optimizer: Any, params: Any, trained: Params) -> opt.Optimizer:
@@ -65,32 +101,27 @@ def _try_out(optimizer: opt.Optimizer) -> None:
         raise ValueError("values whose first update is not finite")
 
 
-def check_options(layout: Layout, compression_params: Any, update_on_kvstore: Any, **bounds: Optional[float]) -> None:
-    """Raise `TrainerError` for compression, an update on a store, weights that are not dense, and bounds that are not above 0."""
+def check_gluon_options(layout: Layout, compression_params: Any, update_on_kvstore: Any) -> None:
+    """Raise `TrainerError` for compression, an update on a store, and weights that are not dense."""
     advice = "Gradients are exchanged as they are. Leave it out."
     instance("Trainer", "compression_params", compression_params, type(None), "None", advice=advice)
     advice = "The weights are updated on the devices, so that clipping, schedules and idle devices are correct. Leave it out."
     one_of("Trainer", "update_on_kvstore", update_on_kvstore, (None, False), advice=advice)
-    for name, param in zip(layout.names, layout.params):
-        if param._stype != "default":
-            raise TrainerError(
-                f"Trainer: got {name} stored as {param._stype}; expected dense weights. Use gluon.Trainer on one device."
-            )
-    for name, bound in bounds.items():
-        if bound is not None:
-            real_number("Trainer", name, bound, above=True, advice="Pass None not to clip.")
+    sparse = next((name for name, param in zip(layout.names, layout.params) if not is_dense(param)), None)
+    if sparse is not None:
+        raise TrainerError(f"Trainer: got {sparse} stored sparsely; expected dense weights. Use gluon.Trainer on one device.")
 
 
-def check_virtual(trainer: Any) -> None:
+def check_virtual(layout: Layout, *, sharded_data: bool, scales: bool, trains_apart: bool, has_counted: bool) -> None:
     """Raise `TrainerError` if an option needs sums in another order than that of virtual shards."""
     refused = {
-        "Pipeline": trainer._layout.spans_devices,
-        "sharded_data": trainer.sharded_data,
-        "precision='fp16'": trainer.loss_scaler is not None,
-        "LocalSGD": trainer.trains_apart,
-        "sparse gradients": any(param._grad_stype != "default" for param in trainer.params),
-        "grad_req='add'": any(param.grad_req == "add" for param in trainer.params),
-        "accumulated gradients": bool(trainer._num_counted),
+        "Pipeline": layout.spans_devices,
+        "sharded_data": sharded_data,
+        "precision='fp16'": scales,
+        "LocalSGD": trains_apart,
+        "sparse gradients": not all(map(has_dense_gradient, layout.params)),
+        "grad_req='add'": any(param.grad_req == "add" for param in layout.params),
+        "accumulated gradients": has_counted,
     }
     for what, is_there in refused.items():
         if is_there:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
-from weakref import WeakSet
 
 import numpy as np
 from mxnet import Context, gluon
 
 from ..errors import TrainerError
 from ..mxnet_internals.blocks import children
-from ..mxnet_internals.parameters import trainer_of
+from ..mxnet_internals.parameters import has_values as _has_values
+from ..mxnet_internals.parameters import (
+    is_differentiable,
+    is_open,
+    mark_as_statistic,
+    structural_params,
+    trainer_of,
+    values_of,
+)
 from ..mxnet_internals.versions import ParameterDict, unique_names
 
 Params = Union[gluon.Block, Dict[str, gluon.Parameter], Sequence[gluon.Parameter]]
-APART: WeakSet[Any] = WeakSet()  # the trainers whose devices' weights differ between averages
 STATISTICS = ("moving_mean", "moving_var", "running_mean", "running_var")  # MXNet's initializers know them by these names, too
 
 
@@ -27,7 +33,7 @@ def named_params(params: Params) -> Dict[str, gluon.Parameter]:
         They are not parameters, or two have the same name.
     """
     if isinstance(params, gluon.Block):
-        structural = list(params._collect_params_with_prefix().items())
+        structural = list(structural_params(params).items())
         # a tied parameter has several structural names; the first one counts
         first_names = {id(param): name for name, param in reversed(structural)}
         named: Dict[str, Any] = {first_names.get(id(param), param.name): param for param in params.collect_params().values()}
@@ -50,7 +56,7 @@ def named_params(params: Params) -> Dict[str, gluon.Parameter]:
                 f"Trainer: got {type(param).__name__} for {name}; expected a gluon.Parameter. Pass net or net.collect_params()."
             )
         if param.grad_req == "null" and param.name.endswith(STATISTICS):
-            param._differentiable = False  # of a `SymbolBlock`, as Gluon marks those of its layers: moved by each backward pass
+            mark_as_statistic(param)
     return named
 
 
@@ -77,7 +83,7 @@ def check_initialised(operation: str, params: Mapping[str, gluon.Parameter]) -> 
     if not list(params):  # a ParameterDict is always true
         raise TrainerError(f"{operation}: got no parameters; expected at least one. Pass a network that has layers.")
     for name, param in params.items():
-        if param._data is None and not param._deferred_init:
+        if not (_has_values(param) or is_open(param)):
             raise TrainerError(
                 f"{operation}: got {name} not initialised; expected values on the devices. Call net.initialize(ctx=ctx) first."
             )
@@ -90,7 +96,7 @@ def spans_devices(params: object) -> bool:
 
 def has_values(params: Params) -> bool:
     """Return whether every parameter has values. A parameter whose shape the first batch decides has none before."""
-    return all(param._data is not None for param in named_params(params).values())
+    return all(map(_has_values, named_params(params).values()))
 
 
 def blocks_of(net: gluon.Block) -> List[gluon.Block]:
@@ -114,10 +120,8 @@ def blocks_of(net: gluon.Block) -> List[gluon.Block]:
 
 
 def trainers_of(params: Params) -> List[Any]:
-    """Return the trainers of this package that have these parameters: the latest one of each, and every `LocalSGD`."""
-    own = named_params(params).values()
-    found = {id(trainer): trainer for trainer in map(trainer_of, own)}  # as Gluon notes them
-    found.update((id(trainer), trainer) for trainer in APART if not set(own).isdisjoint(trainer.params))
+    """Return the trainers of this package that have these parameters: the latest one of each, as Gluon notes it."""
+    found = {id(trainer): trainer for trainer in map(trainer_of, named_params(params).values())}
     return [trainer for trainer in found.values() if hasattr(trainer, "average_replicas")]
 
 
@@ -142,7 +146,7 @@ def replica_difference(params: Params) -> float:
     """
     largest = 0.0
     for param in named_params(params).values():
-        if param._differentiable and param._data:
+        if is_differentiable(param) and values_of(param):
             first, *others = [array.asnumpy() for array in param.list_data()]
             for other in others:
                 if not np.array_equal(first, other):

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-from array import array
 from functools import lru_cache, partial
 from typing import Any, Dict, List, Set, Tuple
 
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
-from mxnet.base import _LIB, SymbolHandle, c_array_buf, c_str_array, check_call, mx_uint
-from mxnet.gluon.block import _flatten
-from mxnet.ndarray.ndarray import _DTYPE_NP_TO_MX
 from mxnet.operator import get_all_registered_operators
 
 from ..checks import instance, one_of
 from ..errors import DeviceError, TrainerError
+from ..mxnet_internals.blocks import flatten, forget_graph, own_params, replace_tracing, run_graph, traced
+from ..mxnet_internals.low_precision import is_np_symbol, with_casts
 from ..mxnet_internals.versions import load_amp, require_mxnet1
 from ..refusals import refusal
 from .parameters import blocks_of, check_initialised
 
 amp = load_amp()
+_PRECISION = "precision"  # the attribute of a block that computes in another one
 _DTYPES = {"bf16": amp.bfloat16, "fp16": np.float16}
 # the device that a precision needs, why, and the precision for another one
 _WHERE = {
@@ -87,16 +85,18 @@ def set_precision(net: gluon.Block, precision: str) -> None:
     """
     check_precision(net, precision)
     compiled = [block for block in blocks_of(net) if isinstance(block, gluon.HybridBlock)]
-    changing = [block for block in compiled if vars(block).get("_precision", "fp32") != precision]
+    changing = [block for block in compiled if vars(block).get(_PRECISION, "fp32") != precision]
     if changing:
         mx.nd.waitall()  # a graph must not be deleted while it runs
     for block in changing:
-        for name in ("_precision", "_get_graph", "hybrid_forward"):
-            vars(block).pop(name, None)  # the class's own apply again
-        block._clear_cached_op()
+        for name in (_PRECISION, "hybrid_forward"):
+            vars(block).pop(name, None)  # the class's own applies again
+        replace_tracing(block, None)
+        forget_graph(block)
         if precision != "fp32":
-            block._precision, block._get_graph = precision, partial(_graph_of, block)
-            if block._reg_params:
+            vars(block)[_PRECISION] = precision
+            replace_tracing(block, partial(_graph_of, block))
+            if own_params(block):
                 block.hybrid_forward = partial(_run, block)
 
 
@@ -114,7 +114,7 @@ def precision_of(net: Any) -> str:
     'fp32'
     """
     blocks = blocks_of(net) if isinstance(net, gluon.Block) else []
-    return next((vars(block)["_precision"] for block in blocks if "_precision" in vars(block)), "fp32")
+    return next((vars(block)[_PRECISION] for block in blocks if _PRECISION in vars(block)), "fp32")
 
 
 def check_precision(net: Any, precision: Any) -> None:
@@ -160,11 +160,11 @@ def can_compute_bf16() -> bool:
 
 
 def _graph_of(block: gluon.HybridBlock, *args: Any) -> Tuple[Any, Any]:
-    """Replace `HybridBlock._get_graph`, which returns the graph to compile. The exported graph does not change."""
-    inputs, graph = type(block)._get_graph(block, *args)
-    arrays = [one.as_nd_ndarray() for one in _flatten(args, "input")[0] if one is not None]
+    """Return the graph that Gluon compiles. The exported graph does not change."""
+    inputs, graph = traced(block, *args, own=True)
+    arrays = [one.as_nd_ndarray() for one in flatten(args, "input")[0] if one is not None]
     types = {symbol.name: one.dtype for symbol, one in zip(inputs, arrays)}
-    return inputs, reduce_precision(graph, block._precision, types)
+    return inputs, reduce_precision(graph, vars(block)[_PRECISION], types)
 
 
 def reduce_precision(graph: Any, precision: str, types: Dict[str, Any]) -> Any:
@@ -179,37 +179,15 @@ def reduce_precision(graph: Any, precision: str, types: Dict[str, Any]) -> Any:
     its lists.
     """
     low, full, widest, conditions = _operators(precision)
-    values = [value for _, _, some in conditions for value in some]
-    ends = list(np.cumsum([0] + [len(some) for _, _, some in conditions]))
     all_types = {**dict.fromkeys(graph.list_inputs(), np.float32), **types}  # of parameters, too
-    codes = array("i", [_DTYPE_NP_TO_MX[dtype] for dtype in all_types.values()])
-    handle = SymbolHandle()
-    check_call(
-        _LIB.MXReducePrecisionSymbol(
-            graph.handle,
-            ctypes.byref(handle),
-            mx_uint(len(all_types)),
-            c_array_buf(ctypes.c_int, codes),
-            mx_uint(len(ends)),
-            c_array_buf(ctypes.c_int, array("i", ends)),
-            ctypes.byref(ctypes.c_int(_DTYPE_NP_TO_MX[_DTYPES[precision]])),
-            ctypes.c_int(0),  # parameters stay float32
-            *[mx_uint(len(some)) for some in (low, full, widest, conditions, [], [])],
-            *[c_str_array(some) for some in (low, full, widest, [name for name, _, _ in conditions], [])],
-            c_str_array([attribute for _, attribute, _ in conditions]),
-            c_str_array(values),
-            c_str_array([]),
-            c_str_array(list(all_types)),
-        )
-    )
-    reduced = _addable(mx.sym.Symbol(handle), set(types))
-    return reduced.as_np_ndarray() if isinstance(graph, mx.sym.np._Symbol) else reduced
+    reduced = _addable(with_casts(graph, all_types, _DTYPES[precision], (low, full, widest), conditions), set(types))
+    return reduced.as_np_ndarray() if is_np_symbol(graph) else reduced
 
 
 def _run(block: gluon.HybridBlock, F: Any, *args: Any, **params: Any) -> Any:
     """Replace `hybrid_forward`: run a layer that is called with arrays as a graph, because only graphs are reduced."""
     if F is mx.nd:
-        return block._call_cached_op(*args)
+        return run_graph(block, *args)
     return type(block).hybrid_forward(block, F, *args, **params)
 
 

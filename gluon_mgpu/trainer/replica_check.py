@@ -15,11 +15,13 @@ from mxnet import optimizer as opt
 from ..checks import whole_number
 from ..distributed import group
 from ..errors import ReplicaError, TrainerError
+from ..mxnet_internals.blocks import options_of
+from ..mxnet_internals.parameters import is_differentiable, values_of
 from ..nested import Array, is_device_array, leaves
 from ..runtime.environment import logger
 from .layout import Layout
 from .parameters import Params, named_params, trainers_of
-from .slab import Slab, place_of
+from .slab import Slab, slice_of
 from .wrong_graphs import hybrid_blocks
 
 _MOST_NAMES = 3  # parameters of a bucket in a message
@@ -38,12 +40,12 @@ class ReplicaComparison:
     def __init__(self, operation: str, params: Params) -> None:
         self._operation, self._params = operation, named_params(params)
         self._is_ours = bool(trainers_of(params))
-        if any(dict(block._flags).get("static_shape") for block in hybrid_blocks([params])):
+        if any(options_of(block).get("static_shape") for block in hybrid_blocks([params])):
             mx.nd.waitall()  # a static graph writes running statistics without telling the engine
         held: Dict[int, Sequence[Array]] = {}  # of each bucket, and of each parameter outside of buckets
         for param in self._params.values():
-            found = place_of(param)
-            held[id(found.bucket if found else param)] = found.bucket.weights if found else param._data or ()
+            found = slice_of(param)
+            held[id(found.bucket if found else param)] = found.bucket.weights if found else values_of(param) or ()
         with autograd.pause():
             flags = [_differ(arrays[0], other) for arrays in held.values() for other in arrays[1:] if other.size]
             self._num_different = mx.nd.add_n(*(one.as_in_context(flags[0].context) for one in flags)) if flags else None
@@ -59,11 +61,11 @@ class ReplicaComparison:
         number, self._num_different = self._num_different, None
         if number is None or not number.asscalar():
             return
-        name = next((name for name, param in self._params.items() if _any_differ(param._data or ())), "a parameter")
+        name = next((name for name, param in self._params.items() if _any_differ(values_of(param) or ())), "a parameter")
         message = (
             f"{self._operation}: got other values of {name} on {self._params[name].list_ctx()}; expected the same on all. "
             "Give the trainer the whole network, Trainer(net): it moves running statistics alike, also those of frozen layers. "
-            "Or call mgpu.broadcast_parameters(net) before."
+            "Or call mgpu.broadcast_parameters(net) before; after steps of a LocalSGD, its average_replicas()."
         )
         if self._is_ours:
             raise ReplicaError(message)
@@ -131,7 +133,7 @@ class ReplicaCheck:
         layout, processes = self._layout, self._processes
         slabs = list(layout.slabs)
         for index, param in enumerate(layout.params):
-            if param.grad_req == "null" and param._differentiable and param._data:  # frozen
+            if param.grad_req == "null" and is_differentiable(param) and values_of(param):  # frozen
                 slabs.append(Slab((index,), tuple(param.list_ctx()), param.list_data(), []))
         of_process = "" if processes is None else f" of process {processes.process.rank}"
         own = [{f"{one}{of_process}": self._checksum(slab, i) for i, one in enumerate(slab.contexts)} for slab in slabs]

@@ -8,7 +8,8 @@ before ── 3 examples on cpu(1) ──► change 1 ─┴─► before + (6 c
 
 from __future__ import annotations
 
-from operator import attrgetter, is_not
+from dataclasses import dataclass
+from operator import is_
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 import mxnet as mx
@@ -17,27 +18,26 @@ from mxnet import Context, autograd, gluon
 
 from ..distributed import group
 from ..mxnet_internals.engine import EngineContext, WrittenWith
+from ..mxnet_internals.parameters import has_values, is_differentiable, values_of
 from ..nested import Array
 from .parameters import STATISTICS, Params, named_params
-from .slab import BucketSlice, Moves, Slab, place, place_of, slabs_of
+from .slab import Slab, place, slabs_of
 from .sums import Divisor, Sum
-
-_DATA = attrgetter("_data")
 
 
 def is_running_stat(param: gluon.Parameter) -> bool:
     """Return whether a parameter is a running mean or variance. Other values without a gradient, such as masks, are not."""
     # Gluon marks them as not differentiable; a frozen weight has grad_req "null" but is differentiable.
-    return not param._differentiable and param.name.endswith(STATISTICS) and np.issubdtype(np.dtype(param.dtype), np.floating)
+    return not is_differentiable(param) and param.name.endswith(STATISTICS) and np.issubdtype(np.dtype(param.dtype), np.floating)
 
 
 def running_stats(params: Params) -> List[gluon.Parameter]:
     """Return BatchNorm's running means and variances that have values."""
-    return [param for param in named_params(params).values() if param._data and is_running_stat(param)]
+    return [param for param in named_params(params).values() if values_of(param) and is_running_stat(param)]
 
 
 def statistics_slabs(params: Sequence[gluon.Parameter]) -> List[Slab]:
-    """Return slabs of running statistics: their `gradients` are memory for changes."""
+    """Return slabs of running statistics, which have no gradients."""
     by_devices: Dict[Tuple[Context, ...], List[gluon.Parameter]] = {}
     for param in params:
         by_devices.setdefault(tuple(param.list_ctx()), []).append(param)
@@ -60,6 +60,27 @@ def _arrays_of(slabs: Sequence[Slab], kind: str, context: Context) -> List[Array
     return [getattr(owner, kind)[place] for owner, place in places.items()]
 
 
+@dataclass(eq=False)
+class _Moving:
+    """Running statistics of a slab while they move: a `Summand` of changes.
+
+    Attributes
+    ----------
+    before : list of NDArray
+        The common values, on each device.
+    arrays : list of NDArray
+        The changes since then, of each device, then their mean.
+    """
+
+    slab: Slab
+    before: List[Array]
+    arrays: List[Array]
+
+    def __post_init__(self) -> None:
+        self.indices, self.contexts, self.bucket = self.slab.indices, self.slab.contexts, self.slab.bucket
+        self.summed = self.arrays
+
+
 class RunningStats:
     """The running statistics of the networks that a trainer was given, on all devices; each of its steps makes them equal again.
 
@@ -77,21 +98,15 @@ class RunningStats:
         self._params, self._sum = list(params), total
         self._divisor = None if group() is None else Divisor(devices)
         self._examples: Optional[Dict[Context, float]] = None  # of passes since the latest move; None: none was counted
-        self._num_moves = -1
-        self._data: List[Optional[List[Array]]] = []  # Gluon's lists of arrays
-        self._memory: List[Tuple[Optional[BucketSlice], int]] = []
-        self._slabs: List[Slab] = []
-        self._before: List[List[Array]] = []  # the common values of each slab, on each device
+        self._values: List[Optional[List[Array]]] = []  # Gluon's lists of arrays
+        self._moving: List[_Moving] = []
         self._trained: List[Slab] = []  # the slabs of gradients after which the statistics count as written
         self._written: List[WrittenWith] = []  # one for each device
-        self._follow()
 
     def add(self, params: Sequence[gluon.Parameter]) -> None:
         """Move these statistics too, of a network of which the trainer has only some parameters."""
         own = set(map(id, self._params))
-        new = [param for param in params if id(param) not in own]
-        if new:
-            self._params, self._num_moves = self._params + new, -1
+        self._params += [param for param in params if id(param) not in own]
         self._follow()  # now: the next pass moves the values
 
     def count(self, examples: Mapping[Context, float]) -> None:
@@ -112,10 +127,9 @@ class RunningStats:
         self._examples = None
 
     def _take(self) -> None:
-        self._before = []
-        for slab in self._slabs:
-            first = slab.weights[0].as_nd_ndarray()
-            self._before.append([first.copyto(context) for context in slab.contexts])
+        for one in self._moving:
+            first = one.slab.weights[0].as_nd_ndarray()
+            one.before = [first.copyto(context) for context in one.contexts]
 
     def move(self, trained: List[Slab], *, anew: bool = False) -> None:
         """Move the statistics of all devices alike, after backward passes into these slabs. It does not wait.
@@ -127,11 +141,12 @@ class RunningStats:
         if not self._params:
             return
         self._follow()
-        contexts = {context for slab in self._slabs for context in slab.contexts}
+        contexts = {context for one in self._moving for context in one.contexts}
         if trained is not self._trained:
-            self._trained, self._written = trained, [written_with(self._slabs, trained, context) for context in contexts]
-        for one in self._written:
-            one.push()
+            slabs = [one.slab for one in self._moving]
+            self._trained, self._written = trained, [written_with(slabs, trained, context) for context in contexts]
+        for written in self._written:
+            written.push()
         if anew:
             self._take()
         if examples is None:
@@ -144,29 +159,28 @@ class RunningStats:
         """Move the statistics of slabs that have seen examples, in some process, by the mean of their changes."""
         in_job = self._divisor is not None
         moved = []
-        for slab, before in zip(self._slabs, self._before):
-            counts = [examples.get(context, 0) for context in slab.contexts]
+        for one in self._moving:
+            counts = [examples.get(context, 0) for context in one.contexts]
             if in_job or (len(counts) > 1 and any(counts)):
-                moved.append((slab, before, counts))
-        for slab, before, counts in moved:
-            for values, former, change, number in zip(slab.weights, before, slab.gradients, counts):
-                mx.nd.elemwise_sub(values.as_nd_ndarray(), former, out=change)
-                mx.nd._internal._mul_scalar(change, scalar=number if in_job else number / sum(counts), out=change)
-        self._sum.run(self._slabs if len(moved) == len(self._slabs) else [slab for slab, _, _ in moved])
-        for slab, before, counts in moved:
+                moved.append((one, counts))
+        for one, counts in moved:
+            for values, before, change, number in zip(one.slab.weights, one.before, one.arrays, counts):
+                mx.nd.elemwise_sub(values.as_nd_ndarray(), before, out=change)
+                change *= number if in_job else number / sum(counts)
+        self._sum.run(self._moving if len(moved) == len(self._moving) else [one for one, _ in moved])
+        for one, counts in moved:
             if self._divisor is not None:
-                self._divisor.divide([slab], sum(counts))
-            for values, former, change in zip(slab.weights, before, slab.gradients):
-                mx.nd.elemwise_add(former, change, out=former)
-                former.copyto(values.as_nd_ndarray())
+                self._divisor.divide([one], sum(counts))
+            for values, before, change in zip(one.slab.weights, one.before, one.arrays):
+                mx.nd.elemwise_add(before, change, out=before)
+                before.copyto(values.as_nd_ndarray())
 
     def _follow(self) -> None:
         """Find the statistics again that got values, or other memory."""
-        if self._num_moves == Moves.count and not any(map(is_not, map(_DATA, self._params), self._data)):
+        now = list(map(values_of, self._params))
+        if len(now) == len(self._values) and all(map(is_, now, self._values)):
             return
-        slabs = statistics_slabs([param for param in self._params if param._data])
-        memory = [(place_of(param), id(param._data)) for param in self._params]
-        self._data, self._num_moves = list(map(_DATA, self._params)), Moves.count
-        if memory != self._memory:  # otherwise other parameters have moved
-            self._slabs, self._trained, self._memory = slabs, [], memory
-            self._take()
+        slabs = statistics_slabs([param for param in self._params if has_values(param)])
+        self._values, self._trained = list(map(values_of, self._params)), []
+        self._moving = [_Moving(slab, [], [mx.nd.zeros_like(one.as_nd_ndarray()) for one in slab.weights]) for slab in slabs]
+        self._take()

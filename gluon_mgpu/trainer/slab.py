@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Dict, List, MutableMapping, Optional, Sequence, Set, Tuple
-from weakref import WeakKeyDictionary
+from typing import Dict, List, Optional, Protocol, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
 from mxnet import Context, autograd, gluon
 
+from ..mxnet_internals.blocks import rebind_graphs
+from ..mxnet_internals.parameters import (
+    buffers_of,
+    has_dense_gradient,
+    is_dense,
+    is_differentiable,
+    is_fresh,
+    trainer_of,
+    use_memory,
+    values_of,
+)
 from ..nested import Array, num_bytes
 
 BUCKET_BYTES = 25 * 2**20
@@ -34,7 +43,7 @@ class Bucket:
     Attributes
     ----------
     weights, gradients : list of NDArray, shapes (size,)
-        One per device.
+        One per device. Running statistics have no gradients.
     """
 
     weights: List[Array]
@@ -50,6 +59,30 @@ class BucketSlice:
     end: int
     size: int
     arrays: List[Array]  # Gluon's list of gradients, or of running statistics: with new arrays it makes a new list
+
+
+class Summand(Protocol):
+    """What a sum over devices reads: of a slab its gradients."""
+
+    @property
+    def indices(self) -> Tuple[int, ...]:
+        """See `Slab`; with `bucket`, they are the key of a sum."""
+
+    @property
+    def contexts(self) -> Tuple[Context, ...]:
+        """See `Slab`."""
+
+    @property
+    def bucket(self) -> Optional[Bucket]:
+        """See `Slab`."""
+
+    @property
+    def arrays(self) -> List[Array]:
+        """Those that are summed, one for each device."""
+
+    @property
+    def summed(self) -> List[Array]:
+        """Those of them that get the sum."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,29 +113,20 @@ class Slab:
     owner: Optional[int] = None
 
     @property
+    def arrays(self) -> List[Array]:
+        """The gradients."""
+        return self.gradients
+
+    @property
     def summed(self) -> List[Array]:
         """The gradients that hold the sum: all, or the owner's."""
         return self.gradients if self.owner is None else [self.gradients[self.owner]]
 
 
-class Moves:
-    """How often parameters of this process have got other memory: what is bound to the former memory is stale then."""
-
-    count = 0
-
-
-_places: MutableMapping[gluon.Parameter, BucketSlice] = WeakKeyDictionary()
-
-
-def place_of(param: gluon.Parameter) -> Optional[BucketSlice]:
-    """Return the place of a parameter, None if it has its own arrays."""
-    place = _places.get(param)
-    return place if place is not None and place.arrays is _arrays_of(param) else None
-
-
-def _arrays_of(param: gluon.Parameter) -> List[Array]:
-    """Return Gluon's list of gradients, or of the values of a running statistic, which has no gradient."""
-    return param._grad if param._differentiable else param._data
+def slice_of(param: gluon.Parameter) -> Optional[BucketSlice]:
+    """Return the slice of a bucket that holds a parameter, None if it has its own arrays."""
+    found: Optional[BucketSlice] = vars(param).get("bucket_slice")
+    return found if found is not None and found.arrays is buffers_of(param) else None
 
 
 def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES, *, statistics: bool = False) -> None:
@@ -119,10 +143,10 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES, *
         A bucket is closed if the next parameter would make it larger than this, or than a sixteenth of all and 1 MiB. So buckets
         do not depend on the number of devices.
     statistics : bool
-        Move the running statistics instead; the gradients of their buckets are memory for changes.
+        Move the running statistics instead.
     """
-    new = [one for one in reversed(params) if one._differentiable != statistics and _fits(one) and place_of(one) is None]
-    total = sum(num_bytes(param._data[0]) for param in new)
+    new = [one for one in reversed(params) if is_differentiable(one) != statistics and _fits(one) and slice_of(one) is None]
+    total = sum(num_bytes(values_of(param)[0]) for param in new)
     bucket_bytes = min(bucket_bytes, max(_SMALLEST, total // _NUM_BUCKETS))
     groups: List[List[gluon.Parameter]] = []
     latest: Dict[Tuple[object, ...], List[gluon.Parameter]] = {}
@@ -137,21 +161,20 @@ def place(params: Sequence[gluon.Parameter], bucket_bytes: int = BUCKET_BYTES, *
         filled[key] += size
     if not new:
         return
-    Moves.count += 1
     # a backward pass may have written a gradient: its flag shows it, which only a trainer clears
-    may_have_graphs = not statistics and any(one._trainer or any(w._fresh_grad for w in one._data) for one in new)
+    may_have_graphs = not statistics and any(trainer_of(one) or any(map(is_fresh, values_of(one))) for one in new)
     if statistics:
         mx.nd.waitall()  # a static graph writes them without telling the engine
     with autograd.pause():
         for group in groups:
             _fill(group)
     if may_have_graphs:
-        forget_graphs(set(map(id, new)))
+        rebind_graphs(set(map(id, new)))
 
 
 def _fits(param: gluon.Parameter) -> bool:
-    dense = param._stype == "default" and param._grad_stype == "default"
-    known = _arrays_of(param) and param.shape and np.prod(param.shape) > 0  # no shape in a SymbolBlock that was loaded
+    dense = is_dense(param) and has_dense_gradient(param)
+    known = buffers_of(param) and param.shape and np.prod(param.shape) > 0  # no shape in a SymbolBlock that was loaded
     return bool(dense and known and np.dtype(param.dtype).name in _DTYPES and not _is_laid_out(param))
 
 
@@ -175,63 +198,17 @@ def _padded(param: gluon.Parameter) -> int:
 
 
 def _fill(params: Sequence[gluon.Parameter]) -> None:
-    first = params[0]
-    size = sum(_padded(param) for param in params)
-    weights, gradients = ([mx.nd.zeros((size,), ctx=one, dtype=first.dtype) for one in first.list_ctx()] for _ in range(2))
-    bucket = Bucket(weights, gradients)
+    first, size = params[0], sum(_padded(param) for param in params)
+    kinds = 2 if is_differentiable(first) else 1
+    made = [[mx.nd.zeros((size,), ctx=one, dtype=first.dtype) for one in first.list_ctx()] for _ in range(kinds)]
+    bucket = Bucket(made[0], made[1] if kinds == 2 else [])
     begin = 0
     for param in params:
-        fresh = [weight._fresh_grad for weight in param._data]
-        for pair in zip(param._data, bucket.weights):
-            _adopt(*pair, begin)
-        if param._differentiable:
-            for pair in zip(param._grad, bucket.gradients):
-                _adopt(*pair, begin)
-            autograd.mark_variables(param._data, param._grad, param.grad_req)
-            for weight, is_fresh in zip(param._data, fresh):
-                weight._fresh_grad = is_fresh
+        size, shape = int(np.prod(param.shape)), param.shape
+        use_memory(param, *([flat[begin : begin + size].reshape(shape) for flat in arrays] for arrays in made))
         end = begin + _padded(param)
-        _places[param] = BucketSlice(bucket, begin, end, int(np.prod(param.shape)), _arrays_of(param))
+        param.bucket_slice = BucketSlice(bucket, begin, end, size, buffers_of(param))
         begin = end
-
-
-def _adopt(array: Array, memory: Array, begin: int) -> None:
-    """Turn an array, which others may hold, into a view of memory with the same values."""
-    view = memory[begin : begin + array.size].reshape(array.shape)
-    array.as_nd_ndarray().copyto(view)
-    array.handle, view.handle = view.handle, array.handle
-
-
-def forget_graphs(placed: Set[int]) -> bool:
-    """Bind the graphs of hybridized blocks with these parameters anew, and return whether any was static.
-
-    A graph with `static_alloc` and `static_shape` would still write gradients into the former arrays. It may belong to another
-    block than the parameters, such as one that wraps theirs, and a trainer of a list of parameters knows no block. So all blocks
-    of the process are searched, at the few times when parameters move.
-    """
-    stale = blocks_with(placed)
-    if stale:
-        mx.nd.waitall()  # once: their operations must not be deleted while they run
-    for block in stale:
-        # a graph that is cut, or that MXNet 2 has divided, needs the arguments of the next call
-        if "_get_graph" in vars(block) or not block._cached_graph or getattr(block, "_backend", None):
-            block._clear_cached_op()
-            continue
-        # threads that call the block at once would each trace it, and fail in its name scope
-        inputs = np.array([argument[0] for argument in block._cached_op_args], dtype=bool)
-        indices = [("data_indices", np.flatnonzero(inputs).tolist()), ("param_indices", np.flatnonzero(~inputs).tolist())]
-        flags = [flag for flag in block._flags if flag[0] not in dict(indices)]  # MXNet 2 has added them
-        block._cached_op = mx.nd.CachedOp(block._cached_graph[1], indices + flags)
-    return any(dict(block._flags).get("static_shape") for block in stale)
-
-
-def blocks_with(placed: Set[int]) -> List[gluon.HybridBlock]:
-    """Return the blocks of this process whose graphs read one of these parameters, by their ids."""
-    gc.unfreeze()  # get_objects() does not list frozen objects
-    blocks = [thing for thing in gc.get_objects() if issubclass(type(thing), gluon.HybridBlock)]  # calls nothing of the things
-    compiled = [block for block in blocks if getattr(block, "_cached_op", None) is not None]
-    # Entries are (is input, value), and in MXNet 2 (is input, name, value).
-    return [one for one in compiled if any(not entry[0] and id(entry[-1]) in placed for entry in one._cached_op_args)]
 
 
 def slabs_of(params: Sequence[gluon.Parameter], indices: Sequence[int], contexts: Sequence[Context]) -> List[Slab]:
@@ -240,7 +217,7 @@ def slabs_of(params: Sequence[gluon.Parameter], indices: Sequence[int], contexts
     last: Dict[Bucket, List[Tuple[int, BucketSlice]]] = {}
     single = []
     for index in reversed(indices):
-        found = place_of(params[index])
+        found = slice_of(params[index])
         if found is None:
             single.append(index)
             continue
@@ -255,13 +232,8 @@ def slabs_of(params: Sequence[gluon.Parameter], indices: Sequence[int], contexts
 
 
 def slab_of(param: gluon.Parameter, index: int, contexts: Sequence[Context]) -> Slab:
-    """Return a slab of one parameter, which is outside of buckets, or for a step that leaves others out.
-
-    The gradients of a running statistic are memory for its changes.
-    """
-    is_statistic = not param._differentiable
-    gradients = [mx.nd.zeros_like(array.as_nd_ndarray()) for array in param._data] if is_statistic else param.list_grad()
-    return Slab((index,), tuple(contexts), param._data, gradients)
+    """Return a slab of one parameter, which is outside of buckets, or for a step that leaves others out."""
+    return Slab((index,), tuple(contexts), values_of(param), param.list_grad() if is_differentiable(param) else [])
 
 
 def zero(gradient: Array) -> None:

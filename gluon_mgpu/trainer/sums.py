@@ -1,9 +1,9 @@
-"""Sums of gradients: over devices, over processes, or by one tree (`tree_sum.py`); and the clipping of sums."""
+"""Sums of gradients: over devices, over processes, or by one tree (`tree_sum.py`)."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import Context
@@ -15,19 +15,18 @@ from ..errors import TrainerError
 from ..mxnet_internals.c_calls import PushPull
 from ..nested import Array
 from ..refusals import refusal
-from .slab import Slab
+from .clip import in_place
+from .slab import Slab, Summand
 
 # Gluon silently treats any other name, and None, as "local" or as no reduction.
 LOCAL_STORES = ("device", "local", "nccl", "local_allreduce_device", "local_allreduce_cpu", "local_update_cpu")
-_LARGEST = 3.4028234e38  # float32
-_MOST_ARRAYS = 200  # of one call of MXNet's finite check
 
 
 class Sum:
     """How a trainer sums gradients. The options of the trainer decide which one it has, when it is made."""
 
-    def run(self, slabs: List[Slab]) -> None:
-        """Replace the gradients on every device, or on the slab's owner, by their sum, bit-identical on each."""
+    def run(self, slabs: Sequence[Summand]) -> None:
+        """Replace the arrays on every device, or on the slab's owner, by their sum, bit-identical on each."""
         raise NotImplementedError
 
     def share(self, slabs: List[Slab]) -> None:
@@ -78,19 +77,19 @@ class DeviceSum(Sum):
     def __init__(self, name: str) -> None:
         self._name = name
         self._stores: Dict[Tuple[Context, ...], _Store] = {}  # by devices
-        self._latest: List[Slab] = []
+        self._latest: Sequence[Summand] = []
         self._calls: List[Callable[[], None]] = []  # of the latest slabs
         self._shared: List[Slab] = []
         self._shares: List[Callable[[], None]] = []  # copies of their weights
 
-    def run(self, slabs: List[Slab]) -> None:
+    def run(self, slabs: Sequence[Summand]) -> None:
         """Queue the sums.
 
         Each waits only for the operations that write its slab: it runs while the backward pass fills the next slab.
         """
         if slabs is not self._latest:
             several = [(slab, -place) for place, slab in enumerate(slabs) if len(slab.contexts) > 1]
-            self._calls = [self._prepared(slab, slab.gradients, slab.summed, priority) for slab, priority in several]
+            self._calls = [self._prepared(slab, slab.arrays, slab.summed, priority) for slab, priority in several]
             self._latest = slabs
         for call in self._calls:
             call()
@@ -107,7 +106,7 @@ class DeviceSum(Sum):
         """Return the copies of weights: the store copies a "sum" over one device to the others."""
         return self._prepared(slab, [slab.weights[owner]], slab.weights[:owner] + slab.weights[owner + 1 :], 0)
 
-    def _prepared(self, slab: Slab, arrays: List[Array], outputs: List[Array], priority: int) -> Callable[[], None]:
+    def _prepared(self, slab: Summand, arrays: List[Array], outputs: List[Array], priority: int) -> Callable[[], None]:
         """Return the sum of arrays of a slab."""
         if slab.contexts not in self._stores:
             self._stores[slab.contexts] = _Store(self._name, slab.contexts)
@@ -124,14 +123,14 @@ class _Store:
         self._keys: Dict[Tuple[object, ...], int] = {}
         self._kv: mx.kvstore.KVStore = mx.kv.create(self._name)
 
-    def key_of(self, slab: Slab) -> Tuple[mx.kvstore.KVStore, int]:
+    def key_of(self, slab: Summand) -> Tuple[mx.kvstore.KVStore, int]:
         """Return the store of a slab, and its key there."""
-        known = (slab.bucket is not None, slab.indices, slab.gradients[0].shape, slab.gradients[0].dtype)
+        known = (slab.bucket is not None, slab.indices, slab.arrays[0].shape, slab.arrays[0].dtype)
         if known not in self._keys:
             if slab.bucket is not None and any(one[0] and set(one[1]).intersection(slab.indices) for one in self._keys):  # type: ignore[call-overload]
                 self._keys = {}  # divided anew: another store frees the memory of the old sums
                 self._kv = mx.kv.create(self._name)
-            self._kv.init(len(self._keys), slab.gradients[0])
+            self._kv.init(len(self._keys), slab.arrays[0])
             self._keys[known] = len(self._keys)
         return self._kv, self._keys[known]
 
@@ -149,124 +148,15 @@ class ProcessSum(Sum):
         self._processes = processes
         self._sums: Dict[Tuple[object, ...], QueuedSum] = {}  # by the slab's parameters and arrays
 
-    def run(self, slabs: List[Slab]) -> None:
+    def run(self, slabs: Sequence[Summand]) -> None:
         """Queue the sums, prepared once for each set of parameters."""
         for place, slab in enumerate(slabs):
-            if slab.gradients[0].stype != "default":
+            if slab.arrays[0].stype != "default":
                 raise refusal("Trainer", "several processes", "sparse gradients")
-            known = (slab.indices, *map(id, slab.gradients))
+            known = (slab.indices, *map(id, slab.arrays))
             if known not in self._sums:
-                self._sums[known] = self._processes.all_reduce(slab.gradients)
+                self._sums[known] = self._processes.all_reduce(slab.arrays)
             self._sums[known].run(-place)
-
-
-def clip(
-    slabs: List[Slab], home: Context, clip_norm: Optional[float], clip_value: Optional[float], *, measures: bool
-) -> Optional[Array]:
-    """Clip the gradients of these slabs, on every device, and return their common norm on `home` if it was computed.
-
-    Parameters
-    ----------
-    clip_norm, clip_value : float, optional
-        Of the sums, before they are divided by the examples.
-
-    Returns
-    -------
-    NDArray, shape (1,), or None
-    """
-    by_context: Dict[Context, List[Array]] = {}
-    for slab in slabs:
-        for gradient in slab.summed:
-            by_context.setdefault(gradient.context, []).append(gradient)
-    norm = global_norm([slab.summed[0] for slab in slabs]).as_in_context(home) if slabs and measures else None
-    for context, gradients in by_context.items():
-        if clip_norm is not None and norm is not None:
-            scale_to_limit(gradients, norm.as_in_context(context), clip_norm)
-        if clip_value is not None:
-            clip_values(gradients, clip_value)
-    return norm
-
-
-def finite_on_each(gradients: Sequence[Array]) -> List[Array]:
-    """Return for each device whether all numbers of its gradients are finite, without waiting.
-
-    Parameters
-    ----------
-    gradients : sequence of NDArray, any shapes, of floating point
-
-    Returns
-    -------
-    list of NDArray, shape (1,)
-        1.0 or 0.0, on the devices of the gradients.
-
-    Examples
-    --------
-    >>> [float(finite.asscalar()) for finite in finite_on_each([mx.nd.ones((2, 2)), mx.nd.array([float("inf")])])]
-    [0.0]
-    """
-    alike: Dict[Tuple[Context, object], List[Array]] = {}
-    for gradient in gradients:
-        dense = (gradient if gradient.stype == "default" else gradient.data).as_nd_ndarray()
-        alike.setdefault((dense.context, dense.dtype), []).append(dense)
-    finite = {context: mx.nd.ones((1,), ctx=context) for context, _ in alike}
-    for (context, _), arrays in alike.items():
-        for begin in range(0, len(arrays), _MOST_ARRAYS):
-            some = arrays[begin : begin + _MOST_ARRAYS]
-            mx.nd.multi_all_finite(*some, num_arrays=len(some), init_output=False, out=finite[context])
-    return list(finite.values())
-
-
-def global_norm(gradients: Sequence[Array]) -> Array:
-    """Return the common 2-norm of gradients, without waiting.
-
-    Parameters
-    ----------
-    gradients : sequence of NDArray, any shapes
-
-    Returns
-    -------
-    NDArray, shape (1,)
-        float32, on the first one's device.
-
-    Examples
-    --------
-    >>> float(global_norm([mx.nd.array([3.0]), mx.nd.array([[4.0]])]).asscalar())
-    5.0
-    """
-    classic = [gradient.as_nd_ndarray() for gradient in gradients]
-    squares: List[Array] = [mx.nd.sum(mx.nd.square(gradient.astype("float32", copy=False))).reshape((1,)) for gradient in classic]
-    home = squares[0].context
-    return mx.nd.sqrt(mx.nd.add_n(*(one.as_in_context(home) for one in squares)))
-
-
-def clip_values(gradients: Sequence[Array], most: float) -> None:
-    """Clip the elements of one device's gradients to -most .. most, in place, without waiting. NaN stays NaN.
-
-    Examples
-    --------
-    >>> g = mx.nd.array([-3.0, 0.5, 2.0])
-    >>> clip_values([g], 1.0)
-    >>> g.asnumpy().tolist()
-    [-1.0, 0.5, 1.0]
-    """
-    for gradient in (gradient.as_nd_ndarray() for gradient in gradients):
-        mx.nd.clip(gradient, -most, most, out=gradient)
-
-
-def scale_to_limit(gradients: Sequence[Array], norm: Array, max_norm: float) -> None:
-    """Scale one device's gradients, whose common norm is known on that device, so that it is at most `max_norm`."""
-    # max(norm, max_norm), and not min(1, max_norm / norm): no division by zero
-    scale = max_norm / mx.nd.maximum(norm, max_norm)
-    # by 1 if the norm is not finite: the padding between parameters in a bucket is 0, and must not become NaN forever
-    scale = mx.nd.where(norm <= _LARGEST, scale, mx.nd.ones_like(scale))
-    for gradient in gradients:
-        _compute(mx.nd.broadcast_mul, gradient, scale)
-
-
-def _compute(operator: Any, gradient: Array, number: Array) -> None:
-    """Multiply or divide a gradient by a number on its device, in place."""
-    classic = gradient.as_nd_ndarray()
-    operator(classic, number.astype(classic.dtype, copy=False).reshape((1,) * len(classic.shape)), out=classic)
 
 
 class Divisor:
@@ -277,7 +167,7 @@ class Divisor:
         self._counts: List[Array] = []
         self._sum: Optional[QueuedSum] = None
 
-    def divide(self, slabs: Sequence[Slab], num_examples: float) -> None:
+    def divide(self, slabs: Sequence[Summand], num_examples: float) -> None:
         """Divide these sums over processes by their number of examples, of which this process has so many. It does not wait."""
         if self._sum is None:
             processes = group()
@@ -291,5 +181,5 @@ class Divisor:
             count += count == 0  # no process has examples, and the sums are 0
         by_context = dict(zip(self._contexts, self._counts))
         for slab in slabs:
-            for gradient in slab.gradients:
-                _compute(mx.nd.broadcast_div, gradient, by_context[gradient.context])
+            for array in slab.arrays:
+                in_place(mx.nd.broadcast_div, array, by_context[array.context])

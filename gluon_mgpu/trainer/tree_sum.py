@@ -25,7 +25,7 @@ from ..nested import Array
 from ..refusals import refusal
 from ..runtime.device_threads import in_own_thread
 from ..runtime.openmp_threads import ask_threads
-from .slab import Slab
+from .slab import Slab, Summand
 from .sums import DeviceSum
 
 
@@ -193,17 +193,18 @@ class TreeSum(DeviceSum):
         self._root: Optional[List[Array]] = None  # of the latest batch, on the first device
         self._total: Optional[List[Array]] = None  # of earlier batches of the same update
         self._targets: List[List[Array]] = []  # the gradients of each device
+        self._slabs: List[Slab] = []  # of the latest batch
 
     def begin(self, slabs: List[Slab]) -> List[List[Array]]:
         """Begin a batch with gradients in these slabs, and return their arrays: a list for each device."""
         if self.virtual.base is None:
             self.virtual.base, _ = draw_base(self._contexts[0])
         self._nodes = [[] for _ in self._contexts]  # without those of a batch that an exception has stopped
-        if slabs != self._latest:  # frozen or thawed since, for example
+        if slabs != self._slabs:  # frozen or thawed since, for example
             if self._total is not None:
                 what = "gradients accumulated of other parameters, or with other multipliers"
                 raise refusal("train_batch", "virtual_shards", "accumulated gradients", what)
-            self._latest = slabs
+            self._slabs = slabs
             self._targets = [[slab.gradients[i].as_nd_ndarray() for slab in slabs] for i in range(len(self._contexts))]
             self._slots = {}
         return self._targets
@@ -234,8 +235,7 @@ class TreeSum(DeviceSum):
         for right in nodes[1:]:
             add_to(nodes[0].arrays, right.arrays)
         # copies with 0 for -0: a sum with the zeros of other processes has done so, too
-        plus = mx.nd._internal._plus_scalar
-        self._root = in_own_thread(self._contexts[0], lambda: [plus(one, scalar=0.0) for one in nodes[0].arrays])
+        self._root = in_own_thread(self._contexts[0], lambda: [one + 0.0 for one in nodes[0].arrays])
         return self._root
 
     def hold(self) -> bool:
@@ -254,7 +254,7 @@ class TreeSum(DeviceSum):
         self._nodes = [[] for _ in self._contexts]
         self._root = self._total = None
 
-    def run(self, slabs: List[Slab]) -> None:
+    def run(self, slabs: Sequence[Summand]) -> None:
         """Write the sum to the gradients of every device, bit-identical on each."""
         if self._root is not None or self._total is None:
             self.hold()

@@ -15,11 +15,13 @@ from mxnet import optimizer as opt
 from ..checks import is_number, short
 from ..errors import StateError, TrainerError
 from ..mxnet_internals.c_calls import Operator, converted
+from ..mxnet_internals.optimizers import learning_rates, use_counts, weight_decays
+from ..mxnet_internals.parameters import has_values
 from ..mxnet_internals.versions import is_mxnet2
 from ..nested import Array, is_device_array, leaves, map_leaves
 from ..runtime.environment import logger
 from .layout import Layout
-from .slab import Slab, place_of
+from .slab import Slab, slice_of
 
 # They work element by element, so many parameters are updated as one. Adam also depends on the number of updates.
 _ELEMENTWISE = (opt.SGD, opt.NAG, opt.Adam, opt.RMSProp)
@@ -96,7 +98,7 @@ class Update:
         for context, call in self._calls:
             # MXNet counts updates by device number, which cpu(0) and gpu(0) share; each replica counts the same ones
             counts = dict(before) if self.is_local else self._counts
-            optimizer._all_index_update_counts = {context.device_id: counts}
+            use_counts(optimizer, context.device_id, counts)
             call()
         if not self.is_local:
             for slab in slabs:
@@ -149,7 +151,7 @@ class Update:
         Source: MXNet 1.9.1, python/mxnet/optimizer/optimizer.py, SGD and Adam.
         """
         optimizer, count = self._optimizer, self._counts[first]
-        (rate,), (decay,) = optimizer._get_lrs([first]), optimizer._get_wds([first])
+        (rate,), (decay,) = learning_rates(optimizer)([first]), weight_decays(optimizer)([first])
         if not -_LARGEST_RATE < rate < _LARGEST_RATE:  # of a schedule; a call for each slab and step would cost
             checked_rate("Trainer.step", rate)
         found: Dict[str, Any] = {"rescale_grad": optimizer.rescale_grad}
@@ -234,9 +236,9 @@ class Update:
             updater = self.updaters[slab.contexts[replica]]
             flat = self._optimizer.create_state_multi_precision(slab.indices[0], slab.weights[replica])
             for index in slab.indices:
-                place, former = place_of(self._by_index[index]), updater.states
-                assert place is not None and place.bucket is slab.bucket, "slabs are divided again when a parameter has moved"
-                view = _part(flat, place.begin - slab.begin, place.size, self._by_index[index].shape)
+                found, former = slice_of(self._by_index[index]), updater.states
+                assert found is not None and found.bucket is slab.bucket, "slabs are divided again when a parameter has moved"
+                view = _part(flat, found.begin - slab.begin, found.size, self._by_index[index].shape)
                 updater.states[index] = filled(view, former[index], f"parameter {index}") if index in former else view
                 updater.states_synced[index] = True
             self._flat[slab, replica] = flat
@@ -294,14 +296,14 @@ def states_on(
     for index, value in states.items():
         name, param = layout.names[index], layout.params[index]
         owner = layout.owner_of(index) if is_replicable(optimizer) else 0
-        if param._data is None and id(param) not in shapes:
+        if not has_values(param) and id(param) not in shapes:
             raise StateError(f"load_states: got {name} without a shape yet; expected values. Pass one batch through the network.")
         for replica, context in enumerate(param.list_ctx()):
             if owner in (None, replica):
-                if param._data is None:
-                    weight = mx.nd.zeros(shapes[id(param)], ctx=context, dtype=param.dtype)
-                else:
+                if has_values(param):
                     weight = param.list_data()[replica].as_nd_ndarray()
+                else:
+                    weight = mx.nd.zeros(shapes[id(param)], ctx=context, dtype=param.dtype)
                 state = optimizer.create_state_multi_precision(index, weight)
                 created.setdefault(context, {})[index] = filled(state, value, f"{fname}, {name}")
     return created

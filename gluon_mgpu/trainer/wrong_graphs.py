@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from typing import Any, Dict, Iterable, Iterator, List, Tuple
-from weakref import WeakKeyDictionary
 
 from mxnet import gluon
 
+from ..mxnet_internals.blocks import compiled_graph, graph_of, is_hybridized, options_of
 from ..mxnet_internals.versions import is_mxnet2, name_of, variable_name
 from ..refusals import FOREACH, IN_A_GRAPH, refusal
 from .parameters import blocks_of
 
 Found = Tuple[str, str, str]
 _CONTROL_FLOW = {"_while_loop": IN_A_GRAPH, "_cond": IN_A_GRAPH, "_foreach": FOREACH}
-_known: WeakKeyDictionary[Any, Tuple[Any, List[Found]]] = WeakKeyDictionary()  # by block: MXNet never frees a graph's text
 
 
 def hybrid_blocks(roots: Iterable[Any]) -> List[gluon.HybridBlock]:
@@ -26,20 +25,26 @@ def hybrid_blocks(roots: Iterable[Any]) -> List[gluon.HybridBlock]:
 def check_graphs(operation: str, blocks: Iterable[gluon.HybridBlock], *, trains: bool) -> None:
     """Raise `ModesError` if the graph of one of these blocks computes wrong outputs; or, for training, wrong gradients."""
     for block in blocks:
-        is_static = bool(dict(block._flags).get("static_shape"))
-        is_used = block._cached_op is not None and (block._active or isinstance(block, gluon.SymbolBlock))
+        is_static = bool(options_of(block).get("static_shape"))
+        is_used = compiled_graph(block) is not None and (is_hybridized(block) or isinstance(block, gluon.SymbolBlock))
         if not is_used or not (trains or is_static):
             continue
-        known = _known.get(block)
-        if known is None or known[0] is not block._cached_graph:
-            known = _known[block] = block._cached_graph, list(wrong_operators(json.loads(block._cached_graph[1].tojson())))
         frozen = {variable_name(param) for param in block.collect_params().values() if param.grad_req == "null"}
-        for mode, name, slope in known[1]:
+        for mode, name, slope in _known_wrong(block):
             if slope not in frozen and (is_static if mode == FOREACH else trains):
                 first = "static_shape" if mode == FOREACH else "hybridize()"
                 if is_mxnet2():  # it numbers its nodes
                     name = {variable_name(param): name for name, param in block.collect_params().items()}.get(slope, name)
                 raise refusal(operation, first, mode, f"{name} ({mode}) in {name_of(block)} ({type(block).__name__})")
+
+
+def _known_wrong(block: gluon.HybridBlock) -> List[Found]:
+    """Return the wrong operators of a block's graph. The block keeps them: MXNet never frees the text of a graph."""
+    graph, (known, found) = graph_of(block), vars(block).get("wrong_operators", (None, []))
+    if known is not graph:
+        found = list(wrong_operators(json.loads(graph.tojson())))
+        vars(block)["wrong_operators"] = graph, found
+    return found  # type: ignore[no-any-return]
 
 
 def wrong_operators(graph: Dict[str, Any]) -> Iterator[Found]:

@@ -158,7 +158,7 @@ class LearningRateFinder:
             shards = self._split_f(*next(_endless(train_iter)), devices_of(self._net))
             decide_shapes("LearningRateFinder", self._net, *shards)
             set_loader_epoch(train_iter, epoch)
-        self._trainer.resolve_shapes()
+        self._trainer.steps.resolve_shapes()
 
 
 def _endless(train_iter: Iterable[Any]) -> Iterator[Tuple[Any, Any]]:

@@ -8,7 +8,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.mxnet_internals.versions import is_mxnet2
-from gluon_mgpu.trainer.process_sync import broadcast_parameters
+from gluon_mgpu.trainer.first_weights import broadcast_parameters
 from mxnet import gluon
 
 from .test_processes import BEGIN, ended, launched

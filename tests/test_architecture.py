@@ -1,11 +1,15 @@
-"""Contract: rooms import only from rooms above them in docs/architecture.md, and modules form no cycle."""
+"""Contract: rooms import from rooms above them only, modules form no cycle, and one room knows MXNet's inside."""
 
 import ast
 import functools
 import re
 from pathlib import Path
 
+import mxnet as mx
 import pytest
+from gluon_mgpu.mxnet_internals.versions import is_mxnet2
+from mxnet import gluon
+from mxnet.gluon import nn
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "gluon_mgpu"
@@ -94,3 +98,115 @@ def test_optional_packages_are_imported_where_used():
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             assert not optional & {module.split(".")[0] for module in modules}, path
+
+
+INTERNALS, NOT_CONVERTED = "mxnet_internals", ("trainer",)
+OTHER_LIBRARIES = {  # modules with `ctypes` for other libraries than MXNet's
+    "distributed/launcher/guard.py": "the C library: signals at the exit of a parent",
+    "runtime/cuda_libraries.py": "the libraries that MXNet's needs, before its import",
+    "runtime/environment.py": "the C library: its allocator",
+    "runtime/openmp_threads.py": "OpenMP: numbers of threads",
+}
+BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller", "get", "pop"}
+
+
+def is_private(name):
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+@functools.lru_cache(maxsize=None)
+def private_attributes():
+    """The private attributes of MXNet's objects."""
+    symbol, net = mx.sym.var("x"), nn.Dense(1, in_units=1)
+    net.initialize()
+    dataset = gluon.data.ArrayDataset([1, 2])
+    blocks = [net, nn.BatchNorm(), nn.Dropout(0.5), nn.Sequential(), gluon.rnn.LSTM(1), gluon.loss.SoftmaxCELoss()]
+    loader = [dataset, gluon.data.DataLoader(dataset, 1), gluon.data.BatchSampler(gluon.data.SequentialSampler(2), 1)]
+    arrays = [mx.nd.zeros(1), mx.np.zeros(1), symbol, symbol.as_np_ndarray(), mx.cpu(), mx.io.NDArrayIter(mx.nd.zeros(2))]
+    optimizers = [mx.optimizer.SGD(), mx.optimizer.get_updater(mx.optimizer.SGD()), mx.kv.create("local")]
+    executor = (symbol * 2).bind(mx.cpu(), {"x": mx.nd.zeros(1)})
+    things = [*blocks, net.weight, gluon.Trainer(net.collect_params(), "sgd"), *loader, *arrays, *optimizers, executor]
+    return frozenset(name for thing in things for name in dir(thing) if is_private(name))
+
+
+def called(node):
+    return getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+
+
+def own_classes(trees):
+    """The names of classes without a base outside of the package."""
+    bases = {node.name: {ast.unparse(one) for one in node.bases} for tree in trees for node in ast.walk(tree) if is_class(node)}
+    own = set(bases)
+    while any(not bases[name] <= own for name in own):
+        own = {name for name in own if bases[name] <= own}
+    return own
+
+
+def is_class(node):
+    return isinstance(node, ast.ClassDef)
+
+
+def private_uses(tree, own=frozenset(), has_other_library=False):
+    """Yield what a module writes that only MXNet's own modules should know; `own`: classes whose private names are theirs."""
+    inside = {node: one.name for one in ast.walk(tree) if is_class(one) for node in ast.walk(one)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    of_mxnet = {"mx", "mxnet"}
+    for node in imports:
+        module = "" if isinstance(node, ast.Import) or node.level else node.module
+        names = [alias.name for alias in node.names]
+        if "ctypes" in (module, *names) and not has_other_library:
+            yield f"line {node.lineno}: ctypes"
+        if module.split(".")[0] == "mxnet":
+            of_mxnet |= {alias.asname or alias.name for alias in node.names}
+            private = [name for name in (*module.split("."), *names) if is_private(name)]
+            if private or module == "mxnet.base" or "base" in names:
+                yield f"line {node.lineno}: from {module} import {', '.join(names)}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            is_own = text == f"self.{node.attr}" and inside.get(node) in own
+            of_module = text.split(".")[0] in of_mxnet and (is_private(node.attr) or node.attr == "base")
+            if of_module or node.attr == "_LIB" or (node.attr in private_attributes() and not is_own):
+                yield f"line {node.lineno}: {text}"
+        texts = node.args if called(node) in BY_NAME else ()
+        if isinstance(node, ast.Compare) and called(node.comparators[0]) == "vars":
+            texts = [node.left]
+        for text in texts:
+            if isinstance(text, ast.Constant) and text.value in private_attributes():
+                yield f"line {text.lineno}: {text.value!r}"
+
+
+@pytest.mark.skipif(is_mxnet2(), reason="reads the private names of the objects of MXNet 1.9")
+def test_one_room_knows_mxnets_inside():
+    paths = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in (INTERNALS, *NOT_CONVERTED)]
+    own = own_classes(map(parsed, PACKAGE.rglob("*.py")))
+    for path in paths:
+        name = str(path.relative_to(PACKAGE))
+        found = list(private_uses(parsed(path), own, name in OTHER_LIBRARIES))
+        assert not found, f"{name} knows MXNet's inside: {found}; move it to {INTERNALS}/, as a function that says why"
+
+
+@pytest.mark.skipif(is_mxnet2(), reason="reads the private names of the objects of MXNet 1.9")
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("param._data, param._deferred_init, block._active, array._slice(0, 1), loss._axis", 5),
+        ("net._collect_params_with_prefix(), block._get_graph(x), block._cached_op, array._sync_copyfrom(x)", 4),
+        ("getattr(loader, '_batch_sampler', None), attrgetter('_data'), vars(net).get('_cached_graph')", 3),
+        ("'_get_graph' in vars(block)", 1),
+        ("from mxnet.gluon.block import _flatten", 1),
+        ("from mxnet.gluon import block as of_gluon\nof_gluon._flatten", 1),
+        ("from mxnet._deferred_compute import is_deferred_compute", 1),
+        ("from mxnet.base import check_call", 1),
+        ("mx.nd._internal, mx.sym.np._Symbol, mx.Context._default_ctx, mx.base.check_call", 4),
+        ("import ctypes", 1),
+        ("class Layer(nn.Dropout):\n    def rate(self): return self._rate", 1),
+        ("class Layer(Other):\n    def rate(self): return self._rate\nclass Other(gluon.Block): pass", 1),
+        ("class Ours:\n    def rate(self): return self._rate + self._data", 0),
+        ("class Ours(Other):\n    def rate(self): return self._rate\nclass Other: pass", 0),
+        ("param.data(), net.collect_params(), {'_zeros': 1}, name.endswith('_data'), getattr(loss, 'num_units')", 0),
+    ],
+)
+def test_the_check_sees_private_names(source, count):
+    tree = ast.parse(source)
+    assert len(list(private_uses(tree, own_classes([tree])))) == count

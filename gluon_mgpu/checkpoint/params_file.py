@@ -11,6 +11,7 @@ import mxnet as mx
 import numpy as np
 
 from ..checks import MOST
+from ..mxnet_internals.c_calls import dtype_of, fill, number_of
 
 _LIST, _LEGACY, _NUMPY = 0x112, 0xF993FAC9, 0xF993FACA  # magic numbers of a list of arrays, and of each array in it
 _CPU = 1
@@ -41,11 +42,9 @@ def write_params(file: Any, arrays: Dict[str, np.ndarray], *, np_shape: bool = F
     """
     file.write(struct.pack("<QQQ", _LIST, 0, len(arrays)))
     for array in arrays.values():
-        kind = array.dtype if array.dtype.names else array.dtype.type  # bfloat16 is a dtype with a name of its own
-        dtype = mx.nd.ndarray._DTYPE_NP_TO_MX[kind]
         file.write(struct.pack("<Iii", _NUMPY if np_shape else _LEGACY, 0, array.ndim))  # 0: a dense array
         file.write(struct.pack(f"<{array.ndim}q", *array.shape))
-        file.write(struct.pack("<iii", _CPU, 0, dtype))
+        file.write(struct.pack("<iii", _CPU, 0, number_of(array.dtype)))
         file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     file.write(struct.pack("<Q", len(arrays)))
     for name in arrays:
@@ -104,7 +103,7 @@ def read_params(source: Union[bytes, int]) -> Dict[str, np.ndarray]:
             raise ValueError(f"an array of magic number {magic:#x}, storage type {storage} and {num_axes} axes")
         shape = numbers(f"<{num_axes}q")
         _, _, number = numbers("<iii")  # the device is of the program that wrote it
-        kind, size = mx.nd.ndarray._DTYPE_MX_TO_NP.get(number), math.prod(shape)
+        kind, size = dtype_of(number), math.prod(shape)
         if kind is None or min(shape, default=1) < least or max((*shape, size)) > MOST:
             raise ValueError(f"an array of shape {shape} and type {number}")
         dtype = np.dtype(kind)
@@ -126,5 +125,5 @@ def mxnet_array(values: np.ndarray) -> Any:
     """Return an MXNet array of these values on the CPU, of np in np mode."""
     array = mx.nd.empty(values.shape, mx.cpu(), values.dtype)
     if values.size:
-        array._sync_copyfrom(np.require(values, requirements="A"))
+        fill(array, values)
     return array.as_np_ndarray() if mx.util.is_np_array() else array

@@ -15,6 +15,7 @@ from ..data.iterators import batches_of, rolls_over
 from ..distributed import group
 from ..distributed.process import this_process
 from ..errors import StateError
+from ..mxnet_internals.loaders import samplers_of, shuffles_in_cpp
 from ..runtime.environment import logger
 from ..runtime.untrusted_files import COUNT, check_form
 from ..trainer.trainer import Trainer
@@ -191,7 +192,7 @@ def check_data(position: FitProgress, train_iter: Iterable[Any], test_iter: Opti
             raise StateError("fit: got a checkpoint in epoch -1 of its data; expected 0 or more. Use another checkpoint.")
     shuffles = isinstance(train_iter, io.NDArrayIter) and train_iter.shuffle
     ahead = bool(getattr(train_iter, "auto_reload", False))  # it draws an order before the epoch begins
-    ahead |= getattr(train_iter, "_mx_iter", None) is not None  # MXNet 2 shuffles in C++
+    ahead |= shuffles_in_cpp(train_iter)
     if ahead or (rolls_over(train_iter) or shuffles) and position.step > position.batches:
         logger.warning(
             "fit: the order cannot be restored of an NDArrayIter that shuffles, of auto_reload, of what rolls over, and, unless "
@@ -257,6 +258,4 @@ def set_loader_epoch(train_iter: Any, epoch: Optional[int]) -> None:
 
 
 def _epoch_counter(train_iter: Any) -> Any:
-    sampler = getattr(train_iter, "_batch_sampler", None)  # Gluon's DataLoader, which holds the sampler of single examples
-    places = (train_iter, sampler, getattr(sampler, "_sampler", None))
-    return next((one for one in places if is_whole(getattr(one, "epoch", None))), None)
+    return next((one for one in (train_iter, *samplers_of(train_iter)) if is_whole(getattr(one, "epoch", None))), None)

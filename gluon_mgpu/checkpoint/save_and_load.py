@@ -18,6 +18,7 @@ from ..data_parallel.step import check_network
 from ..distributed import group
 from ..distributed.process import this_process
 from ..errors import StateError
+from ..mxnet_internals.parameters import has_values, set_values, structural_params
 from ..trainer.parameters import average_replicas, check_initialised, named_params
 from ..trainer.trainer import Trainer
 from .params_file import mxnet_array
@@ -166,7 +167,7 @@ def _load_average(folder: Union[str, Path], net: gluon.Block, trainer: Optional[
     check_parameters(content, net)
     first = {id(param): name for name, param in named_params(net).items()}  # a shared parameter has several names
     averages = {}
-    for name, param in net._collect_params_with_prefix().items():
+    for name, param in structural_params(net).items():
         average = content.arrays.get(AVERAGE + first[id(param)])
         if average is not None:
             averages[name] = average.astype(content.params[name].dtype)
@@ -265,7 +266,7 @@ def check_folder(folder: Path, ours: Sequence[str], operation: str, example: str
 
 def check_shapes(content: CheckpointData, net: gluon.Block) -> None:
     """Raise `StateError` unless a checkpoint has exactly this network's parameters: names, dtypes, shapes."""
-    here, there = net._collect_params_with_prefix(), content.params
+    here, there = structural_params(net), content.params
     differing = [
         f"{name} {_form(there.get(name))} where this one has {_form(here.get(name))}"
         for name in {**there, **here}
@@ -282,7 +283,7 @@ def check_parameters(content: CheckpointData, net: gluon.Block) -> None:
     """Raise `StateError` unless a checkpoint holds exactly this network's parameters, those with several names once."""
     check_shapes(content, net)
     names: Dict[int, str] = {}
-    for name, param in net._collect_params_with_prefix().items():
+    for name, param in structural_params(net).items():
         first = names.setdefault(id(param), name)
         if first != name and content.params[first].tobytes() != content.params[name].tobytes():
             raise StateError(
@@ -296,14 +297,14 @@ def set_parameters(content: CheckpointData, net: gluon.Block) -> CheckpointData:
 
     This does what Gluon's `load_parameters` does, but reads no file: the checked file may have been replaced.
     """
-    params = net._collect_params_with_prefix()
+    params = structural_params(net)
     check_initialised("load_checkpoint", params)
     for name, param in params.items():
-        if param._data and param.shape == ():  # where Gluon's methods raise
+        if has_values(param) and param.shape == ():  # where Gluon's methods raise
             for array in param.list_data():
                 array[()] = mxnet_array(content.params[name])
         else:
-            param._load_init(mxnet_array(content.params[name]), param.list_ctx())
+            set_values(param, mxnet_array(content.params[name]), param.list_ctx())
     return replace(content, params={})
 
 
@@ -312,10 +313,11 @@ def _fits(array: np.ndarray, param: gluon.Parameter) -> bool:
     shape, unknown = param.shape, -1 if mx.util.is_np_shape() else 0
     if np.dtype(param.dtype) != array.dtype:
         return False
-    if param._data is None and (shape is None or shape == () and not unknown):
+    is_unknown = not has_values(param)
+    if is_unknown and (shape is None or shape == () and not unknown):
         return True
     sizes = zip(shape, array.shape)
-    return len(shape) == array.ndim and all(one == other or param._data is None and one == unknown for one, other in sizes)
+    return len(shape) == array.ndim and all(one == other or is_unknown and one == unknown for one, other in sizes)
 
 
 def _form(values: Any) -> str:

@@ -18,6 +18,7 @@ from ..checks import reason_of, short
 from ..distributed import group
 from ..distributed.process import this_process
 from ..errors import NonFiniteLossError, StateError
+from ..mxnet_internals.parameters import structural_params
 from ..nested import Array, num_bytes
 from ..runtime.untrusted_files import COUNT, MEMORY, MOST_JSON, Most, check_form, values_of
 from ..trainer.parameters import average_replicas, has_values
@@ -156,7 +157,7 @@ def take_snapshot(
         return Snapshot(_copied_params(net), progress_json, comparison, is_np=is_np)
     copies = {name: array.as_nd_ndarray().copy() for name, array in (arrays or {}).items()}
     training = {**as_values(trainer.state(), copies), "place": place or {}}
-    weights = net._collect_params_with_prefix().values()
+    weights = structural_params(net).values()
     most = _most_states(sum(param.list_data()[0].size for param in weights))
     there = sum(num_bytes(array) + 2**11 for array in copies.values())  # with their names
     if there > most:
@@ -300,7 +301,7 @@ def _check_average(arrays: Dict[str, np.ndarray], params: Dict[str, np.ndarray])
 
 def check_content(content: CheckpointData, net: gluon.Block, trainer: Trainer) -> None:
     """Raise `StateError` if the content belongs to another network, optimizer or number of virtual shards."""
-    shapes = {id(param): content.params[name].shape for name, param in net._collect_params_with_prefix().items()}
+    shapes = {id(param): content.params[name].shape for name, param in structural_params(net).items()}
     trainer.check_state(content.state(), content.folder, "load_checkpoint", shapes)
 
 
@@ -364,7 +365,7 @@ def check_all_saved(net: gluon.Block, trainer: Trainer) -> None:
 
 def _copied_params(net: gluon.Block) -> Dict[str, Array]:
     """Return copies of the first device's parameters. A shared parameter, which has several names, is copied once."""
-    params = net._collect_params_with_prefix()
+    params = structural_params(net)
     with autograd.pause():
         copies = {param: param.list_data()[0].as_nd_ndarray().copy() for param in dict.fromkeys(params.values())}
     return {name: copies[param] for name, param in params.items()}

@@ -16,6 +16,7 @@ from ..distributed.process import this_process
 from ..loop.fit import fit
 from ..loop.history import History
 from ..loop.stop_signals import Terminated
+from ..mxnet_internals.parameters import has_values, is_open
 from ..mxnet_internals.versions import move_params
 from ..nested import num_bytes
 from ..pipeline.pipeline import Pipeline
@@ -48,7 +49,7 @@ def prepare_network(
     """Initialise a network on the devices, or move it there. Return it, or its pipeline."""
     where = ctx[0] if is_divided(options) else list(ctx)
     params = net.collect_params()
-    if any(param._data is not None or param._deferred_init for param in params.values()):
+    if any(has_values(param) or is_open(param) for param in params.values()):
         move_params(params, where)
     else:
         net.initialize(mx.init.Xavier(), ctx=where)

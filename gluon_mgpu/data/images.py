@@ -88,4 +88,4 @@ def _load_vision(name: str, dataset: Type[Any], root: str) -> ImageData:
             f"load {name}: got {type(error).__name__} ({error}); expected the files in {root}, or the network to download them. "
             "Put the four idx files into a folder and pass it as --data-dir (load_idx_folder)."
         ) from error
-    return from_pixels(name, *((part._data.asnumpy()[..., 0], np.asarray(part._label)) for part in (train, test)))
+    return from_pixels(name, *((images.asnumpy()[..., 0], np.asarray(labels)) for images, labels in (train[:], test[:])))

@@ -12,6 +12,7 @@ from mxnet.io import DataBatch, DataIter
 
 from ..checks import short
 from ..errors import TrainerError
+from ..mxnet_internals.loaders import keeps_last_batch
 from ..nested import Array, is_device_array, map_leaves
 
 _OWN_MEMORY = (list, tuple, mx.gluon.data.DataLoader)  # iterators whose batches each have memory of their own
@@ -153,8 +154,7 @@ def _one(arrays: Any) -> Any:
 
 def rolls_over(data_iter: Any) -> bool:
     """Return whether one epoch leaves examples for the next; MXNet's iterators count them as `pad`."""
-    sampler = getattr(data_iter, "_batch_sampler", None)  # of a DataLoader
-    return _last_batch(data_iter) == "roll_over" or getattr(sampler, "_last_batch", "") == "rollover"
+    return _last_batch(data_iter) == "roll_over" or keeps_last_batch(data_iter)
 
 
 def _last_batch(data_iter: Any) -> str:

@@ -8,11 +8,12 @@ from typing import Any, List, Sequence, Tuple
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
-from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from ..checks import explaining, instance, one_of
 from ..distributed import group
 from ..errors import StepError, TrainerError
+from ..mxnet_internals.blocks import BaseBatchNorm, batch_norm_options, close_shapes, graph_of, is_hybridized, set_hybridized
+from ..mxnet_internals.parameters import is_open
 from ..mxnet_internals.versions import SyncBatchNorm as GluonSyncBatchNorm
 from ..mxnet_internals.versions import name_of, require_mxnet1
 from ..refusals import refusal
@@ -20,7 +21,7 @@ from ..trainer.parameters import blocks_of, spans_devices
 from .lockstep import defer, exchange, is_in_lockstep, run_in_lockstep
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BaseBatchNorm):
     """A BatchNorm that trains with the mean and variance of the complete batch, over all its shards.
 
     `convert_sync_batchnorm` creates it. In prediction it is an ordinary BatchNorm.
@@ -43,7 +44,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, x: Any, *args: Any) -> Any:
         is_symbol = isinstance(x, mx.sym.Symbol)
-        if is_symbol and self._active:  # a graph would run each shard separately
+        if is_symbol and is_hybridized(self):  # a graph would run each shard separately
             raise TrainerError(
                 "SyncBatchNorm: got hybridize() after convert_sync_batchnorm(); expected hybridize() first. Call "
                 "convert_sync_batchnorm(net) again; to export the network, call mgpu.export(net, path, sample) instead."
@@ -60,22 +61,25 @@ class SyncBatchNorm(_BatchNorm):
         return y.as_np_ndarray() if mx.util.is_np_array() else y
 
     def _normalise(self, x: Any, gamma: Any, beta: Any) -> Any:
-        joint = exchange(self, _shard_moments(x.astype(gamma.dtype, copy=False), self._kwargs["axis"]))
+        options = batch_norm_options(self)
+        joint = exchange(self, _shard_moments(x.astype(gamma.dtype, copy=False), options["axis"]))
         if joint.result is None:
             joint.result = _moments(joint.values)
-            defer(partial(self._update, *(moment.detach() for moment in joint.result)))
+            defer(partial(self._move_stats, *(moment.detach() for moment in joint.result)))
         mean, variance = (moment.as_in_context(x.context) for moment in joint.result)
-        inverse = mx.nd.rsqrt(variance + self._kwargs["eps"])
-        gamma = mx.nd.ones_like(gamma) if self._kwargs["fix_gamma"] else gamma
+        inverse = mx.nd.rsqrt(variance + options["eps"])
+        gamma = mx.nd.ones_like(gamma) if options["fix_gamma"] else gamma
         # MXNet's operator is fast but computes no gradient of the moments. These two factors do: their values are 1 and 0.
         scale = gamma * (inverse / inverse.detach())
         offset = beta + gamma * inverse.detach() * (mean.detach() - mean)
-        options = {"axis": self._kwargs["axis"], "eps": self._kwargs["eps"], "fix_gamma": False, "use_global_stats": True}
-        return mx.nd.BatchNorm(x, scale, offset, mean.detach(), variance.detach(), **options)
+        moments = mean.detach(), variance.detach()
+        return mx.nd.BatchNorm(
+            x, scale, offset, *moments, axis=options["axis"], eps=options["eps"], fix_gamma=False, use_global_stats=True
+        )
 
-    def _update(self, mean: Any, variance: Any) -> None:
+    def _move_stats(self, mean: Any, variance: Any) -> None:
         """Move the running statistics towards those of the batch, also on devices without data."""
-        momentum = self._kwargs["momentum"]
+        momentum = batch_norm_options(self)["momentum"]
         with autograd.pause():
             for param, moment in ((self.running_mean, mean), (self.running_var, variance)):
                 for running in param.list_data():
@@ -83,10 +87,8 @@ class SyncBatchNorm(_BatchNorm):
                     array[:] = momentum * array + (1 - momentum) * moment.as_in_context(array.context)
 
     def _params_on(self, x: Any) -> Tuple[Any, Any]:
-        if self.gamma._deferred_init:
-            self._deferred_infer_shape(x)
-            for param in self.params.values():
-                param._finish_deferred_init()
+        if is_open(self.gamma):
+            close_shapes(self, x)
         return self.gamma.data(x.context), self.beta.data(x.context)
 
 
@@ -159,13 +161,14 @@ def convert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
     for block in blocks:
         _check_convertible(block)
     for block in blocks:
-        if isinstance(block, _BatchNorm) and not isinstance(block, SyncBatchNorm) and not block._kwargs["use_global_stats"]:
+        is_plain = isinstance(block, BaseBatchNorm) and not isinstance(block, SyncBatchNorm)
+        if is_plain and not batch_norm_options(block)["use_global_stats"]:
             block.plain, block.__class__ = type(block), SyncBatchNorm
             SyncBatchNorm.was_made = True
     for block in blocks:
-        if isinstance(block, gluon.HybridBlock) and block._active and is_synchronised(block):
-            block._active, block._was_active = False, True
-            block._clear_cached_op()
+        if is_hybridized(block) and is_synchronised(block):
+            block._was_active = True
+            set_hybridized(block, False)
     return net
 
 
@@ -179,7 +182,7 @@ def revert_sync_batchnorm(net: gluon.Block) -> gluon.Block:
             block.__class__ = block.plain
             del block.plain
         if getattr(block, "_was_active", False):
-            block._active = True
+            set_hybridized(block, True)
             del block._was_active
     return net
 
@@ -192,9 +195,8 @@ def is_synchronised(net: gluon.Block) -> bool:
 def check_shards(operation: str, net: gluon.Block, num_shards: int) -> None:
     """Raise `StepError` if one of MXNet's layers would wait forever for devices that have no shard."""
     for block in blocks_of(net):
-        options = getattr(block, "_kwargs", {})
-        waits = isinstance(block, GluonSyncBatchNorm) and not options["use_global_stats"]
-        if waits and options["ndev"] > num_shards:
+        options = batch_norm_options(block) if isinstance(block, GluonSyncBatchNorm) else {"use_global_stats": True}
+        if not options["use_global_stats"] and options["ndev"] > num_shards:
             raise StepError(
                 f"{operation}: got a batch for {num_shards} of the {options['ndev']} devices that {name_of(block)} waits for; "
                 "expected one example for each. Leave the batch out, or use nn.BatchNorm and set_batch_norm(net, 'sync')."
@@ -280,10 +282,10 @@ def _blocks(operation: str, net: Any) -> List[gluon.Block]:
 
 def _check_convertible(block: gluon.Block) -> None:
     kind = type(block)
-    is_plain = isinstance(block, _BatchNorm) and not isinstance(block, SyncBatchNorm)
-    if is_plain and (kind.hybrid_forward, kind.forward) != (_BatchNorm.hybrid_forward, _BatchNorm.forward):
+    is_plain = isinstance(block, BaseBatchNorm) and not isinstance(block, SyncBatchNorm)
+    if is_plain and (kind.hybrid_forward, kind.forward) != (BaseBatchNorm.hybrid_forward, BaseBatchNorm.forward):
         found, advice = f"{kind.__module__}.{kind.__name__}, which has its own forward computation", "Use nn.BatchNorm."
-    elif isinstance(block, gluon.SymbolBlock) and block._cached_graph[1].list_auxiliary_states():  # BatchNorm's, as a rule
+    elif isinstance(block, gluon.SymbolBlock) and graph_of(block).list_auxiliary_states():  # BatchNorm's, as a rule
         found, advice = f"{block.name}, a SymbolBlock with statistics in its graph", "Build it in Gluon, then load_parameters."
     else:
         return

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter, is_not
+from itertools import chain
+from operator import is_not
 from typing import Any, Dict, Hashable, List, Optional, Sequence, Tuple
 
 import mxnet as mx
@@ -13,7 +14,9 @@ from mxnet import Context, MXNetError, autograd, gluon
 
 from ..checks import OF_WRONG_DATA, one_of
 from ..errors import TrainerError, last_line
+from ..mxnet_internals.blocks import flags_of, hooks_of, trace_state
 from ..mxnet_internals.c_calls import Flags
+from ..mxnet_internals.parameters import binding_of, gradients_of
 from ..nested import Array
 from ..refusals import refusal
 from ..runtime.environment import logger
@@ -28,8 +31,6 @@ from .passes import Outputs, Passes, decide_shapes, forgetting_graphs, raise_nam
 from .plan import Plan, form_of
 
 MOST = 64  # bound batches of a network
-
-_DATA, _GRAD, _REQ = attrgetter("_data"), attrgetter("_grad"), attrgetter("_grad_req")
 
 
 @dataclass(eq=False)
@@ -81,6 +82,8 @@ class CompiledPasses(Passes):
         super().__init__(net, loss, trains=trainer is not None)
         self.reason = ""
         self._trainer, self._mode = trainer, mode
+        self._state_of = trace_state if isinstance(net, gluon.HybridBlock) else hooks_of
+        self._flags_of = flags_of if isinstance(loss, gluon.HybridBlock) else type  # which stays
         self._graphs: Dict[Hashable, Graph] = {}
         self._params: Dict[int, gluon.Parameter] = {}  # of the graphs, by their ids
         self._others: List[gluon.Parameter] = []  # of these: frozen ones, and those that the trainer does not look at
@@ -218,19 +221,18 @@ class CompiledPasses(Passes):
 
     def _look(self) -> Tuple[List[Any], List[Any]]:
         """Return what graphs and what executors depend on: the same things while they stay."""
-        net, attributes = self._net, vars(self._net)
+        net = self._net
         looked_at = None if self._trainer is None else self._trainer.steps.layout.version
         # hybridize(), cast(), set_precision() and new layers empty the network's graph, and any call makes another one
-        made = [attributes.get("_cached_graph"), getattr(self._loss, "_flags", None)]  # hybridize() makes new flags
-        made += [attributes.get("_active"), "forward" in attributes, is_synchronised(net)]
-        traced = [*made, len(net._forward_hooks), len(net._forward_pre_hooks)]
-        return traced, [looked_at, *map(_DATA, self._others), *map(_GRAD, self._others), *map(_REQ, self._others)]
+        *made, hooks, pre_hooks = self._state_of(net)
+        traced = [*made, len(hooks), len(pre_hooks), self._flags_of(self._loss), "forward" in vars(net), is_synchronised(net)]
+        return traced, [looked_at, *chain.from_iterable(map(binding_of, self._others))]
 
     def _note(self) -> None:
         self.draws = any(graph.draws for graph in self._graphs.values()) if self._graphs else None
         self._params = {id(param): param for graph in self._graphs.values() for param in graph.params.values()}
         looked_at = set() if self._trainer is None else set(map(id, self._trainer.params))
-        self._others = [param for key, param in self._params.items() if key not in looked_at or param._grad is None]
+        self._others = [param for key, param in self._params.items() if key not in looked_at or gradients_of(param) is None]
         self._seen = self._look()
 
     def _forget(self) -> None:

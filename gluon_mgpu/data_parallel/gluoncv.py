@@ -12,6 +12,7 @@ from mxnet import Context, autograd, gluon
 from ..checks import check_function, flag, short
 from ..devices.select import check_contexts
 from ..errors import ShardError, TrainerError
+from ..mxnet_internals.blocks import forget_graph
 from ..mxnet_internals.versions import move_params
 from ..nested import is_device_array
 from ..trainer.parameters import check_initialised
@@ -131,7 +132,7 @@ class DataParallelModel(_Parallel):
             return
         move_params(params, contexts)
         if isinstance(module, gluon.Block):  # a static graph would still write gradients into the old arrays
-            module.apply(lambda block: block._clear_cached_op() if isinstance(block, gluon.HybridBlock) else None)
+            module.apply(lambda block: forget_graph(block) if isinstance(block, gluon.HybridBlock) else None)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the network's outputs: a tuple with a tuple for each device that got examples. It does not wait.

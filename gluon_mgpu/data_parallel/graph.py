@@ -10,11 +10,22 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
-from mxnet.gluon.block import _flatten, _regroup
 
 from ..checks import OF_WRONG_DATA, reason_of, short
 from ..errors import TrainerError
-from ..mxnet_internals.blocks import children
+from ..mxnet_internals.blocks import (
+    NpSymbol,
+    children,
+    flatten,
+    forms_of,
+    has_backend,
+    has_hooks,
+    is_hybridized,
+    options_of,
+    regroup,
+    traced,
+)
+from ..mxnet_internals.parameters import has_dense_gradient, is_dense
 from ..mxnet_internals.versions import SyncBatchNorm as GluonSyncBatchNorm
 from ..mxnet_internals.versions import is_mxnet2
 from ..nested import Array, is_device_array, leaves, map_leaves
@@ -63,7 +74,7 @@ class Graph:
         """Return the network's output, in its own form and as arrays of the current mode, from the arrays of its heads."""
         if mx.util.is_np_array():
             arrays = [array.as_np_ndarray() for array in arrays]
-        return _regroup(list(arrays), self._form)
+        return regroup(list(arrays), self._form)
 
 
 def inputs_of(net: gluon.Block, X: Any, y: Any = None) -> List[Array]:
@@ -78,7 +89,7 @@ def inputs_of(net: gluon.Block, X: Any, y: Any = None) -> List[Array]:
         An array is sparse, or not on a device; or the network asks for Python.
     """
     try:
-        arrays: List[Array] = [*_flatten(_arguments(net, X), "input")[0], *(leaf for _, leaf in leaves(y))]
+        arrays: List[Array] = [*flatten(_arguments(net, X), "input")[0], *(leaf for _, leaf in leaves(y))]
     except ValueError as error:  # a dict, for example
         raise NotCompilableError(f"the data have another form: {reason_of(error)}") from error
     for array in arrays:
@@ -130,8 +141,9 @@ def own_method(block: gluon.Block) -> str:
 
 
 def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: bool) -> Graph:
-    data, out = net._get_graph(*arguments)
-    if not is_legacy and _flatten(arguments, "input")[1] != net._in_format:  # the graph is Gluon's, kept from another call
+    data, out = traced(net, *arguments)
+    in_form, out_form = forms_of(net)
+    if not is_legacy and flatten(arguments, "input")[1] != in_form:  # the graph is Gluon's, kept from another call
         raise NotCompilableError("it was called with arguments of another nesting before")
     heads = list(out.as_nd_ndarray())  # MXNet cannot iterate over np symbols
     names = [symbol.name for symbol in data]
@@ -147,8 +159,8 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
             return one.as_np_ndarray() if isinstance(leaf, mx.np.ndarray) and not is_legacy else one
 
         label = map_leaves(variable, y)
-        is_np = isinstance(out, mx.sym.np._Symbol)
-        output = _regroup([head.as_np_ndarray() for head in heads] if is_np else heads, net._out_format)
+        is_np = isinstance(out, NpSymbol)
+        output = regroup([head.as_np_ndarray() for head in heads] if is_np else heads, out_form)
         losses = loss.graph(output, label) if hasattr(loss, "graph") else loss(output, label)
         if not isinstance(losses, mx.sym.Symbol) or len(losses.list_outputs()) != 1:
             raise NotCompilableError(f"the loss returns {short(losses)}; expected one array")
@@ -168,11 +180,11 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
     unknown = set(group.list_inputs()).difference(names, used)
     if unknown:
         raise NotCompilableError(f"the graph reads {', '.join(sorted(unknown))}, which no layer holds")
-    bulk_sizes = {name: size for name, size in net._flags if name.endswith("_bulk_size")}
+    bulk_sizes = {name: size for name, size in options_of(net).items() if name.endswith("_bulk_size")}
     draws, is_recurrent = any(map(may_draw, nodes)), "RNN" in operators
-    is_plain = not is_legacy and all(map(is_device_array, arguments)) and net._out_format == 0
+    is_plain = not is_legacy and all(map(is_device_array, arguments)) and out_form == 0
     is_plain = is_plain and (loss is None or is_device_array(y))
-    return Graph(group, names, used, is_recurrent, draws, bulk_sizes, is_plain, net._out_format)
+    return Graph(group, names, used, is_recurrent, draws, bulk_sizes, is_plain, out_form)
 
 
 _RANDOM = re.compile(
@@ -199,7 +211,7 @@ def draws_numbers(block: gluon.Block, inputs: Sequence[Any]) -> bool:
 def symbols_of(block: gluon.HybridBlock, inputs: Sequence[Any]) -> Any:
     """Return a block's inputs and its output as symbols, for training; None if its Python code cannot be traced."""
     with suppress(Exception), autograd.record():  # whatever a user's code raises for symbols
-        return block._get_graph(*inputs)
+        return traced(block, *inputs)
     return None
 
 
@@ -233,20 +245,20 @@ def reasons_against(net: Any, loss: Any, *, traced_once: bool) -> Iterator[str]:
         is_known = what == "the loss" and (hasattr(block, "graph") or type(block).__module__ == gluon.loss.__name__)
         if not (makes_graph or is_known) and own_method(block):
             yield f"{what} has a {own_method(block)}() of its own, in Python"
-        if not (traced_once or getattr(block, "_active", False) or is_known):
+        if not (traced_once or is_hybridized(block) or is_known):
             yield f"{what} is not hybridized"
     for block in [one for _, part in parts for one in blocks_of(part)]:  # what of one block needs Python in each call
         named = f"{block.name} ({type(block).__name__})"
-        if block._forward_hooks or block._forward_pre_hooks or getattr(block, "_callback", None):
+        if has_hooks(block):
             yield f"{named} has hooks"
         if isinstance(block, (SyncBatchNorm, GluonSyncBatchNorm)):
             yield f"{named} is synchronised over the devices"
         if "forward" in vars(block):
             yield f"{named} has a forward() that was replaced"
-        if getattr(block, "_backend", None):
+        if has_backend(block):
             yield f"{named} is compiled by a backend"
     for param in net.collect_params().values():
-        if param._stype != "default" or param._grad_stype != "default":
+        if not (is_dense(param) and has_dense_gradient(param)):
             yield f"{param.name} is sparse, or has sparse gradients"
         if type(param).data is not gluon.Parameter.data:
             yield f"{param.name} has a data() of its own, in Python"

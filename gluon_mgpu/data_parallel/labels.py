@@ -9,6 +9,7 @@ import numpy as np
 from mxnet import gluon
 
 from ..errors import DataError
+from ..mxnet_internals.blocks import class_axis as classes_of
 from ..nested import host_array, is_device_array, leaves, map_leaves
 
 lowest, highest = partial(np.minimum.reduce, axis=None), partial(np.maximum.reduce, axis=None)  # no Python call
@@ -23,7 +24,7 @@ def class_axis(loss: Any) -> Optional[int]:
     if hasattr(loss, "class_labels"):
         return -1
     own = isinstance(loss, _CLASSES) and all(getattr(type(loss), name, None) is getattr(_CLASSES, name, None) for name in _CALLED)
-    return loss._axis if own and loss._sparse_label and "forward" not in vars(loss) else None
+    return classes_of(loss) if own and "forward" not in vars(loss) else None
 
 
 _CALLED = ("__call__", "forward", "hybrid_forward")

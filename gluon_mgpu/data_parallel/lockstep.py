@@ -11,6 +11,7 @@ import mxnet as mx
 from mxnet import autograd
 
 from ..errors import StepError
+from ..mxnet_internals.c_calls import set_context
 from ..runtime.environment import require
 
 
@@ -140,4 +141,4 @@ def _set_state(state: State) -> None:
     recording, training, device = state
     autograd.set_recording(recording)
     autograd.set_training(training)
-    mx.Context._default_ctx.value = device
+    set_context(device)

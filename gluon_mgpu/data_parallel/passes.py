@@ -12,6 +12,7 @@ from mxnet import MXNetError, autograd, gluon
 
 from ..checks import OF_WRONG_DATA, advice_for, is_of_mxnet, reason_of, short
 from ..errors import StepError, TrainerError
+from ..mxnet_internals.blocks import forget_graph, graph_of, is_hybridized
 from ..nested import Array, is_device_array, leaves
 from ..trainer.backward import differentiate, run_backward, scaled_losses
 from ..trainer.fresh import Pass
@@ -116,7 +117,7 @@ class Passes:
 @contextmanager
 def forgetting_graphs(net: gluon.Block) -> Iterator[None]:
     """Let a network make no graph that stays: Gluon keeps that of the first call, also if it was a prediction."""
-    new = [one for one in blocks_of(net) if isinstance(one, gluon.HybridBlock) and not one._cached_graph]
+    new = [one for one in blocks_of(net) if isinstance(one, gluon.HybridBlock) and graph_of(one) is None]
     try:
         yield
     finally:
@@ -124,13 +125,13 @@ def forgetting_graphs(net: gluon.Block) -> Iterator[None]:
             mx.nd.waitall()  # their operations must not be deleted while they run
         finally:
             for block in new:
-                block._clear_cached_op()
+                forget_graph(block)
 
 
 def decide_shapes(operation: str, net: gluon.Block, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
     """Let the first shard decide the shapes of parameters that layers leave open."""
     with forgetting_graphs(net):
-        if getattr(net, "_active", False) and not own_method(net):
+        if is_hybridized(net) and not own_method(net):
             symbols_of(net, Xs[:1])  # a graph of all that training reaches, which the prediction then uses
         passes = Passes(net, None, trains=False)
         passes._is_checked = True  # shapes are right in any graph

@@ -14,6 +14,7 @@ from mxnet import Context, gluon
 from ..checks import check_function, short, whole_number
 from ..distributed import process_shard
 from ..errors import NestedError, ShardError, TrainerError
+from ..mxnet_internals.blocks import batch_axis_of
 from ..nested import Array, Fields, is_device_array, leaves
 from ..refusals import refusal
 from .labels import check_labels, class_axis, device_types, highest, lowest
@@ -224,7 +225,7 @@ class Planner:
         loss = self._loss
         if type(loss).__module__ != gluon.loss.__name__:
             return
-        axis, wanted, name = loss._batch_axis, self._split.label_axis, type(loss).__name__
+        axis, wanted, name = batch_axis_of(loss), self._split.label_axis, type(loss).__name__
         if axis and mx.util.is_np_array():
             raise TrainerError(
                 f"{self._operation}: got {name} with batch_axis={axis} and np arrays, of which MXNet then averages all axes but "

@@ -19,6 +19,7 @@ from ..devices.transfer import new_array, new_array_at_once, on_device
 from ..distributed.membership import group, has_own_batches, process_shard
 from ..errors import ShardError
 from ..mxnet_internals.array_parts import Place, slicer
+from ..mxnet_internals.c_calls import slice_rows
 from ..nested import Array, Fields, host_array, is_device_array, joinable, leaves, map_leaves, with_leaves
 
 _MOST_SHARDS = 2**16  # no machine has more devices
@@ -420,8 +421,8 @@ def _slice_leaf(leaf: Array, begin: int, end: int, axis: int) -> Array:
     if (begin, end) == (0, shape[axis]):
         return array
     if axis % len(shape) == 0:
-        # the same as array[begin:end] in half of the time; sparse (CSR) and np arrays have their own
-        return array._slice(begin, end) if type(array) is mx.nd.NDArray else array[begin:end]
+        # sparse (CSR) and np arrays have their own
+        return slice_rows(array, begin, end) if type(array) is mx.nd.NDArray else array[begin:end]
     return array[(slice(None),) * (axis % len(shape)) + (slice(begin, end),)]
 
 

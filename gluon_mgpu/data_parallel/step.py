@@ -13,6 +13,7 @@ from mxnet import gluon
 from ..checks import check_function, flag, instance, whole_number
 from ..distributed import group, own_batches
 from ..errors import TrainerError
+from ..mxnet_internals.parameters import is_open
 from ..mxnet_internals.versions import require_np_arrays
 from ..nested import Array, Fields
 from ..refusals import refusal
@@ -328,7 +329,7 @@ class TrainStep:
         trainer = self._trainer
         trainer.steps.resolve_shapes()
         params = list(self._net.collect_params().values())
-        if any(param._deferred_init for param in params):
+        if any(map(is_open, params)):
             if not Xs:  # of a batch with fewer examples than processes: every process needs the shapes
                 with own_batches():
                     _, Xs, ys = self._planner.split(X, y)
@@ -336,7 +337,7 @@ class TrainStep:
             trainer.steps.resolve_shapes()
         if group() is not None and not has_values(trainer.params):
             raise refusal(self._operation, "several processes", "layers that the first batch does not reach")
-        self._open = any(param._deferred_init for param in params)
+        self._open = any(map(is_open, params))
         compared = trainer.kept.setdefault("compared", WeakSet())
         if group() is not None and isinstance(compared, WeakSet) and self._net not in compared:
             compared.add(self._net)

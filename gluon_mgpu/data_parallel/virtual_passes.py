@@ -15,6 +15,7 @@ import mxnet as mx
 from mxnet import Context, autograd, gluon
 
 from ..distributed import process_shard
+from ..mxnet_internals.parameters import has_values, values_of
 from ..nested import is_device_array, map_leaves
 from ..refusals import refusal
 from ..trainer.fresh import Pass
@@ -78,7 +79,7 @@ class VirtualPasses(Passes):
         trainer.steps.exchange(plan.num_examples)  # the tree sums over the processes
         if trainer.steps.fresh.running_indices:
             raise refusal("Trainer", "virtual_shards", "grad_req='add'")
-        buffers, shapeless = trainer.steps.layout.slabs, [one for one in trainer.params if one._data is None]
+        buffers, shapeless = trainer.steps.layout.slabs, [one for one in trainer.params if values_of(one) is None]
         gradients = tree.begin(buffers)
         stats = self._stats_of(contexts, buffers)
         each = num_here // len(contexts)
@@ -98,7 +99,7 @@ class VirtualPasses(Passes):
             with autograd.pause():
                 moved = stats[replica].take(loss.shape[0] if loss.shape else 1)
             tree.add(first + place, replica, gradients[replica] + moved)
-        if any(one._data is not None for one in shapeless):
+        if any(map(has_values, shapeless)):
             raise refusal(operation, "virtual_shards", "layers that only training reaches")
         with autograd.pause():
             num_leaves = min(self._num_shards, plan.num_examples)
@@ -112,11 +113,11 @@ class VirtualPasses(Passes):
 
     def _stats_of(self, contexts: Sequence[Context], buffers: List[Slab]) -> List[StatsOfParts]:
         """Return BatchNorm's running statistics on each device, before a batch whose gradients are in these slabs."""
-        known = [buffers, *(param._data for param in self._params)]
+        known = [buffers, *map(values_of, self._params)]
         if len(known) != len(self._known) or not all(map(is_, known, self._known)):
             self._params = running_stats(self._net)
             slabs = statistics_slabs(self._params)
-            self._known = [buffers, *(param._data for param in self._params)]
+            self._known = [buffers, *map(values_of, self._params)]
             self._stats = [StatsOfParts(slabs, context, buffers) for context in contexts]
         for own in self._stats:
             own.begin()

@@ -84,7 +84,7 @@ def _encoder(net: Seq2Seq) -> Any:
     places = F.cast(F.contrib.arange_like(F.cast(by_step, dtype="float32")), dtype="int32")
     backwards = F.SequenceReverse(places, lengths, use_sequence_length=True)
     column = F.expand_dims(F.zeros_like(F.cast(lengths, dtype="float32")), axis=1)
-    zeros = F.broadcast_axis(column, axis=1, size=net.encoder._hidden_size)
+    zeros = F.broadcast_axis(column, axis=1, size=net.encoder.hidden_size)
     state, (keys, values, _) = net._encode(F, source, lengths, backwards, zeros)
     return F.Group([*state, keys, values])
 

@@ -11,11 +11,12 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 import mxnet as mx
 import numpy as np
 from mxnet import Context, autograd, gluon
-from mxnet.gluon.block import _flatten, _regroup
 
 from ..checks import OF_WRONG_DATA, explaining, instance, reason_of, short
 from ..data_parallel.batchnorm import SyncBatchNorm
 from ..errors import NestedError, TrainerError
+from ..mxnet_internals.blocks import flatten, forget_graph, regroup, traced
+from ..mxnet_internals.parameters import has_values, is_open, structural_params
 from ..nested import Array, is_device_array, map_leaves
 from ..runtime.environment import logger
 from ..trainer.parameters import average_replicas, blocks_of, devices_of, spans_devices
@@ -128,8 +129,8 @@ def check_exportable(net: Any) -> None:
             f"export: got a {type(net).__name__}, whose stages are on different devices; expected a whole network on each "
             "device. Load its checkpoint into the network that was divided, and export that."
         )
-    for name, param in net._collect_params_with_prefix().items():
-        if param._data is None and not param._deferred_init:
+    for name, param in structural_params(net).items():
+        if not (has_values(param) or is_open(param)):
             raise TrainerError(
                 f"export: got {name} without values; expected an initialised network. Call net.initialize(), or load_checkpoint."
             )
@@ -156,7 +157,7 @@ def in_plain_form(net: gluon.Block) -> Iterator[None]:
             layer.__class__ = SyncBatchNorm
         for block in blocks_of(net) if layers else ():
             if isinstance(block, gluon.HybridBlock):
-                block._clear_cached_op()  # a graph with the ordinary layer
+                forget_graph(block)  # a graph with the ordinary layer
         if precision != "fp32":
             set_precision(net, precision)
 
@@ -187,19 +188,19 @@ def trace(net: gluon.Block, arguments: Sequence[Any]) -> ExportGraph:
     """
     predict_sample(net, arguments)
     try:
-        data, symbol = _Whole(net)._get_graph(*arguments)
+        data, symbol = traced(_Whole(net), *arguments)
     except (mx.MXNetError, AssertionError, NotImplementedError, *OF_WRONG_DATA) as error:
         raise TrainerError(
             f"export: got a {type(net).__name__} whose Python code cannot be traced as a graph ({reason_of(error)}); "
             "expected HybridBlocks that hybridize() compiles. Write its layers with hybrid_forward(F, ...)."
         ) from error
     classic = symbol.as_nd_ndarray()
-    flat, form = _flatten(list(arguments), "input")
+    flat, form = flatten(list(arguments), "input")
     arrays = dict(zip([one.name for one in data], [array for array in flat if array is not None]))
 
     def run(inputs: Inputs) -> Outputs:
         others = iter([array_on(array.context, inputs[name]) if name in inputs else array for name, array in arrays.items()])
-        return _predicted(net, _regroup([None if array is None else next(others) for array in flat], form))
+        return _predicted(net, regroup([None if array is None else next(others) for array in flat], form))
 
     return complete(classic, net, {name: array.asnumpy() for name, array in arrays.items()}, run)
 
@@ -242,7 +243,7 @@ def _drawn(value: np.ndarray, rng: np.random.RandomState, least: int) -> np.ndar
 
 def _predicted(net: gluon.Block, arguments: Sequence[Any]) -> Outputs:
     with autograd.pause(train_mode=False):
-        return [array.asnumpy() for array in _flatten(net(*arguments), "output")[0]]
+        return [array.asnumpy() for array in flatten(net(*arguments), "output")[0]]
 
 
 def array_on(context: Context, value: np.ndarray) -> Array:

@@ -10,10 +10,10 @@ from typing import List, Tuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
-from mxnet.gluon.block import _flatten
 
 from ..checkpoint.params_file import write_params
 from ..checks import explaining
+from ..mxnet_internals.blocks import flatten
 from .sampled_graph import ExportGraph, Outputs, array_on
 
 
@@ -44,4 +44,4 @@ def run_symbol(graph: ExportGraph, symbol_file: Path, params_file: Path) -> List
         )
     with autograd.pause(train_mode=False), explaining("export", "symbol files", "a graph that runs", advice="Export to ONNX."):
         given = [[array_on(mx.cpu(), value) for value in inputs.values()] for inputs, _ in graph.trials]
-        return [[one.asnumpy() for one in _flatten(block(*arrays), "output")[0]] for arrays in given]
+        return [[one.asnumpy() for one in flatten(block(*arrays), "output")[0]] for arrays in given]

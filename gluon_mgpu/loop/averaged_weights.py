@@ -8,6 +8,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
+from ..mxnet_internals.parameters import has_values, is_differentiable
 from ..nested import Array
 from ..trainer.parameters import named_params
 
@@ -92,7 +93,7 @@ class AveragedWeights:
         found = {}
         for name, param in named_params(self.net).items():
             is_float = np.issubdtype(np.dtype(param.dtype), np.floating)
-            if param._data is not None and param._differentiable and is_float:
+            if has_values(param) and is_differentiable(param) and is_float:
                 weights = [one.as_nd_ndarray() for one in param.list_data()]
                 if param not in self._averages:
                     dtype = np.promote_types(np.dtype(param.dtype), np.float32)

@@ -9,6 +9,7 @@ from mxnet import gluon
 
 from ..checks import instance, real_number, short, whole_number
 from ..errors import TrainerError
+from ..mxnet_internals.parameters import is_differentiable
 from ..trainer.parameters import named_params
 from .callbacks import Callback, FitState
 
@@ -72,7 +73,7 @@ class Finetune(Callback):
         else:
             chosen = set(self._freeze.collect_params().values())
             found = [param for param in names.values() if param in chosen]
-        self._params = [param for param in found if param._differentiable]
+        self._params = list(filter(is_differentiable, found))
         if not self._params:
             raise TrainerError(
                 f"Finetune: got freeze={self._freeze!r}, which selects no parameter; expected one or more of {short([*names])}. "

@@ -12,6 +12,7 @@ from mxnet import gluon
 
 from ..checks import check_function, instance, whole_number
 from ..errors import TrainerError
+from ..mxnet_internals.blocks import class_axis
 from ..nested import Array, is_device_array
 
 # (output, label) of one shard -> (sum over the shard, an array of one element on its device; how many it sums over)
@@ -155,7 +156,8 @@ def metrics_for(metrics: Union[str, Metrics], loss: Any) -> Metrics:
     kind = next((kind for kind in type(loss).__mro__ if kind.__module__ == gluon.loss.__name__), gluon.loss.Loss)
     if not issubclass(kind, gluon.loss.SoftmaxCELoss):
         return [accuracy] if kind is gluon.loss.Loss else []
-    return [partial(accuracy, axis=loss._axis)] if loss._sparse_label else []
+    axis = class_axis(loss)
+    return [] if axis is None else [partial(accuracy, axis=axis)]
 
 
 def direction_of(column: str) -> str:

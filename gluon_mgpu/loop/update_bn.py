@@ -14,6 +14,7 @@ from ..data_parallel.sharding import SplitFunction, leaves_and_axes, split_batch
 from ..data_parallel.step import check_network
 from ..distributed import any_process, group, own_batches
 from ..errors import TrainerError
+from ..mxnet_internals.parameters import is_open
 from ..nested import Array, is_device_array, is_float, leaves
 from ..refusals import refusal
 from ..trainer.backward import differentiate
@@ -60,7 +61,7 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
     devices = devices_of(net, "update_bn")
     params, stats = net.collect_params().values(), running_stats(net)
     if not stats:
-        if any(is_running_stat(param) and param._deferred_init for param in params):
+        if any(is_running_stat(param) and is_open(param) for param in params):
             raise TrainerError("update_bn: got a network whose shapes are open; expected a trained one. Call it after fit.")
         return
     trainers = trainers_of(net)

@@ -9,10 +9,11 @@ import mxnet as mx
 from mxnet import gluon
 from mxnet.gluon import nn
 
+from ..mxnet_internals.blocks import is_hybridized, own_params, run_graph
 from ..mxnet_internals.versions import is_mxnet2
 
 if is_mxnet2():
-    from mxnet._deferred_compute import is_deferred_compute
+    from ..mxnet_internals.versions import is_deferred_compute
 
 
 class HybridBlock(nn.HybridBlock):  # type: ignore[misc]
@@ -32,9 +33,9 @@ class HybridBlock(nn.HybridBlock):  # type: ignore[misc]
         def forward(self, *args: Any) -> Any:
             """Run the graph if the block is hybridized, or `compute`."""
             with args[0].context as context:
-                if self._active and not is_deferred_compute():  # else the first call makes the graph
-                    return self._call_cached_op(*args)
-                return self.compute(mx.nd, *args, **{name: param.data(context) for name, param in self._reg_params.items()})
+                if is_hybridized(self) and not is_deferred_compute():  # else the first call makes the graph
+                    return run_graph(self, *args)
+                return self.compute(mx.nd, *args, **{name: param.data(context) for name, param in own_params(self).items()})
 
     else:
 

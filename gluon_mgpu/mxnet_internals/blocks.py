@@ -13,11 +13,20 @@ import mxnet as mx
 import numpy as np
 from mxnet import gluon
 from mxnet.gluon.block import _flatten, _regroup
+from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from .versions import is_mxnet2
 
+BaseBatchNorm = _BatchNorm  # of BatchNorm and SyncBatchNorm
 flatten, regroup = _flatten, _regroup  # nested arguments to a list of arrays and their form, and back
 compiled_graph = attrgetter("_cached_op")  # what runs a hybridized block: another object whenever it was traced anew
+# What decides how a block is traced, other objects after a change: each step asks
+trace_state = attrgetter("_cached_graph", "_active", "_forward_hooks", "_forward_pre_hooks")
+hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks")  # the same of a plain Block
+flags_of = attrgetter("_flags")  # the options of `hybridize`: each call makes another list
+batch_norm_options = attrgetter("_kwargs")  # axis, eps, momentum, fix_gamma, use_global_stats; ndev of a SyncBatchNorm
+dropout_rate = attrgetter("_rate")
+NpSymbol: Any = mx.sym.np._Symbol  # the class of symbols that np networks return
 
 
 def children(block: gluon.Block) -> List[gluon.Block]:
@@ -96,9 +105,16 @@ def has_backend(block: gluon.Block) -> bool:
     return bool(getattr(block, "_backend", None))
 
 
-def batch_norm_options(layer: Any) -> Dict[str, Any]:
-    """Return the options of a BatchNorm: axis, eps, momentum, fix_gamma, use_global_stats; ndev of a SyncBatchNorm."""
-    return layer._kwargs  # type: ignore[no-any-return]
+def close_shapes(layer: gluon.HybridBlock, x: Any) -> None:
+    """Let the input of a layer decide the shapes of its parameters, and give them values."""
+    layer._deferred_infer_shape(x)
+    for param in layer.params.values():
+        param._finish_deferred_init()
+
+
+def name_params_as(block: gluon.Block, net: gluon.Block) -> None:
+    """Let a block's parameters have the structural names of a network in it, in files too."""
+    block._collect_params_with_prefix = net._collect_params_with_prefix
 
 
 def class_axis(loss: Any) -> Any:
@@ -106,7 +122,7 @@ def class_axis(loss: Any) -> Any:
     return loss._axis if loss._sparse_label else None
 
 
-def batch_axis(loss: Any) -> Any:
+def batch_axis_of(loss: Any) -> Any:
     """Return the axis of the examples of one of Gluon's losses, None if it has none."""
     return getattr(loss, "_batch_axis", None)
 

@@ -12,7 +12,7 @@ from mxnet import Context
 from mxnet.base import _LIB, NDArrayHandle, OpHandle, c_handle_array, c_str, c_str_array, check_call, mx_uint
 from mxnet.kvstore.kvstore import _ctype_key_value
 from mxnet.ndarray import NDArray
-from mxnet.ndarray.ndarray import _DTYPE_NP_TO_MX, _new_alloc_handle
+from mxnet.ndarray.ndarray import _DTYPE_MX_TO_NP, _DTYPE_NP_TO_MX, _new_alloc_handle
 
 from ..nested import Array
 from .mxnet_import import as_text
@@ -40,6 +40,26 @@ def is_recording() -> bool:
     found = ctypes.c_bool()
     _LIB.MXAutogradIsRecording(ctypes.byref(found))
     return found.value
+
+
+def set_context(context: Context) -> None:
+    """Set the current context of this thread."""
+    Context._default_ctx.value = context
+
+
+def fill(array: Array, values: np.ndarray) -> None:
+    """Write values of the same dtype into a legacy array, from memory of any alignment."""
+    array._sync_copyfrom(np.require(values, requirements="A"))
+
+
+def number_of(dtype: Any) -> int:
+    """Return MXNet's number of a dtype. Raises `KeyError` if it has none."""
+    kind = np.dtype(dtype)
+    return _DTYPE_NP_TO_MX[kind if kind.names else kind.type]  # type: ignore[no-any-return]  # bfloat16 has names
+
+
+dtype_of = _DTYPE_MX_TO_NP.get  # the dtype of a number, None if there is none
+slice_rows = NDArray._slice  # array[begin:end] of a legacy array, in half of the time
 
 
 def unallocated(array: Array) -> Array:
@@ -91,9 +111,7 @@ def creation(shape: Tuple[int, ...], context: Context, dtype: Any, *, delayed: b
     """
     sizes = (mx_uint * len(shape))(*shape), mx_uint(len(shape))
     place = ctypes.c_int(context.device_typeid), ctypes.c_int(context.device_id)
-    kind = np.dtype(dtype)
-    number = _DTYPE_NP_TO_MX[kind if kind.names else kind.type]  # bfloat16 has names
-    return partial(_LIB.MXNDArrayCreateEx, *sizes, *place, ctypes.c_int(delayed), ctypes.c_int(number))
+    return partial(_LIB.MXNDArrayCreateEx, *sizes, *place, ctypes.c_int(delayed), ctypes.c_int(number_of(dtype)))
 
 
 class Copy:

@@ -22,21 +22,16 @@ contexts_of = attrgetter("_device_list" if is_mxnet2() else "_ctx_list")
 grad_req_of = attrgetter("_grad_req")
 # Whether backward passes may give it a gradient: false of running statistics, true of frozen weights
 is_differentiable = attrgetter("_differentiable")
+# Whether the first batch decides its shape: it was initialised, and has no values
+is_open = attrgetter("_deferred_init")
+# What graphs bind of it: other objects after a change
+binding_of = attrgetter("_grad_req", "_grad", "_data")
+is_fresh = attrgetter("_fresh_grad")  # of an array: whether a backward pass has written its gradient, and no trainer has used it
 
 
 def has_values(param: gluon.Parameter) -> bool:
     """Return whether a parameter has values."""
     return param._data is not None
-
-
-def is_open(param: gluon.Parameter) -> bool:
-    """Return whether the first batch decides the parameter's shape: it was initialised, and has no values."""
-    return bool(param._deferred_init)
-
-
-def close_shape(param: gluon.Parameter) -> None:
-    """Give values to a parameter whose shape has become known."""
-    param._finish_deferred_init()
 
 
 def is_dense(param: gluon.Parameter) -> bool:

@@ -48,6 +48,7 @@ def require_np_arrays(operation: str) -> None:
 
 if is_mxnet2():
     mxnet.npx.set_np()  # in the thread that imports this
+    from mxnet._deferred_compute import is_deferred_compute as is_deferred_compute
     from mxnet.gluon.nn import SyncBatchNorm as SyncBatchNorm
 else:
     from mxnet.gluon.contrib.nn import SyncBatchNorm as SyncBatchNorm

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, Dict, List, Optional, Protocol, Sequence, Set, Tuple
 
@@ -22,6 +23,7 @@ from ..devices.transfer import as_in_context
 from ..errors import ShardError
 from ..mxnet_internals.c_calls import unallocated
 from ..mxnet_internals.engine import queue_in_order
+from ..mxnet_internals.parameters import binding_of, is_fresh
 from ..nested import Array, is_float, leaves, map_leaves
 from ..refusals import refusal
 from ..runtime.device_threads import in_own_thread
@@ -196,7 +198,7 @@ class PipelinePasses(Passes):
 
     def _prepared(self) -> List[List[_Place]]:
         """Return the stages of each replica on their devices."""
-        now = [one for param in self._params for one in (param._grad_req, param._grad, param._data)]
+        now = list(chain.from_iterable(map(binding_of, self._params)))
         if len(now) != len(self._known) or not all(map(is_, now, self._known)):
             self._known, self._places = now, []
             for devices in self.pipeline.devices:
@@ -332,7 +334,7 @@ class _Run:
             # MXNet may write another array than the one that was marked; none if the outputs do not depend on the input
             for at, array in enumerate(inputs):
                 if gradients[at] is not None:
-                    gradients[at] = array.grad if array._fresh_grad else None
+                    gradients[at] = array.grad if is_fresh(array) else None
             own = [param.grad(place.device) for param in place.params[:1]]
             self._last[place.device] = [one for one in gradients + own if one is not None]
         del micro_batch.outputs[number], micro_batch.inputs[number]  # the graph holds the activations, and goes with its outputs

@@ -11,6 +11,8 @@ from ..data_parallel.batchnorm import SyncBatchNorm
 from ..data_parallel.passes import Passes
 from ..devices.select import check_contexts
 from ..errors import TrainerError
+from ..mxnet_internals.blocks import is_hybridized, name_params_as, options_of, set_options
+from ..mxnet_internals.parameters import has_values, is_open, structural_params
 from ..mxnet_internals.versions import SyncBatchNorm as GluonSyncBatchNorm
 from ..mxnet_internals.versions import require_mxnet1
 from ..nested import Array
@@ -124,7 +126,8 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         self.num_stages = len(self.stages)
         self.replica_contexts = [devices[0] for devices in self.devices]
         self.all_contexts = list(dict.fromkeys(context for devices in self.devices for context in devices))
-        self.net = self.stages.net  # registers it: its layers are found, its structural names are the pipeline's
+        self.net = self.stages.net  # registers it: its layers are found
+        name_params_as(self, self.net)
         _use_dynamic_memory(self.net, self.stages)
         if self.num_parts > 1 and any(map(is_running_stat, self.stages[-1].params())):
             raise TrainerError(
@@ -143,7 +146,7 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         """
         if ctx is not None:
             raise TrainerError(f"Pipeline.initialize: got ctx={short(ctx)}; expected none. The pipeline's stages have devices.")
-        for param, contexts in self._contexts().items():
+        for param, contexts in self._contexts_of_params().items():
             param.initialize(None, contexts, init or initializer.Uniform(), force_reinit)
 
     def hybridize(self, active: bool = True, **options: Any) -> None:
@@ -178,9 +181,6 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         """Return the passes of a batch: scheduled ones for a trainer, forward ones without."""
         return PipelinePasses(self, loss, trainer)
 
-    def _collect_params_with_prefix(self, prefix: str = "") -> Dict[str, gluon.Parameter]:
-        return self.net._collect_params_with_prefix(prefix)
-
     def __repr__(self) -> str:
         lines = [f"Pipeline({self.micro_batches} micro-batches, {self.schedule}{', recompute' * self.recompute})"]
         for number, stage in enumerate(self.stages):
@@ -188,7 +188,7 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
             lines.append(f"  stage {number} on {places}: {len(stage.params())} parameters")
         return "\n".join(lines)
 
-    def _contexts(self) -> Dict[gluon.Parameter, List[Context]]:
+    def _contexts_of_params(self) -> Dict[gluon.Parameter, List[Context]]:
         """Return each parameter with the devices of the stages that use it, replica by replica."""
         found: Dict[gluon.Parameter, List[Context]] = {}
         for devices in self.devices:
@@ -199,15 +199,15 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
 
     def _place(self) -> None:
         """Move the initialised parameters to the devices of their stages."""
-        placed = self._contexts()
-        unused = [name for name, param in self._collect_params_with_prefix().items() if param not in placed]
+        placed = self._contexts_of_params()
+        unused = [name for name, param in structural_params(self).items() if param not in placed]
         if unused:
             raise TrainerError(
                 f"Pipeline: got stages without {', '.join(unused[:3])} of {self.net.name}; expected all of its parameters. Pass "
                 "stages that use them all, or leave these layers out."
             )
         for param, contexts in placed.items():
-            if (param._data is not None or param._deferred_init) and param.list_ctx() != contexts:
+            if (has_values(param) or is_open(param)) and param.list_ctx() != contexts:
                 param.reset_ctx(contexts)
 
 
@@ -254,6 +254,6 @@ def _use_dynamic_memory(net: gluon.Block, stages: Stages) -> None:
                 "at a time. Use nn.BatchNorm, or call revert_sync_batchnorm(net) first."
             )
     for block in blocks.values():
-        if getattr(block, "_active", False) and any(value for name, value in block._flags if name.startswith("static_")):
-            block._flags = [(name, False if name.startswith("static_") else value) for name, value in block._flags]
-            block._clear_cached_op()
+        options = options_of(block) if is_hybridized(block) else {}
+        if any(value for name, value in options.items() if name.startswith("static_")):
+            set_options(block, {name: False if name.startswith("static_") else value for name, value in options.items()})

@@ -18,6 +18,7 @@ from ..data_parallel.passes import forgetting_graphs
 from ..data_parallel.sharding import split_and_load
 from ..distributed import group, own_batches
 from ..errors import TrainerError
+from ..mxnet_internals.blocks import children, has_hooks, is_hybridized, options_of, own_params
 from ..mxnet_internals.versions import require_mxnet1
 from ..nested import Array, is_float, num_bytes
 from ..trainer.parameters import blocks_of, devices_of
@@ -115,7 +116,7 @@ def _names_of(blocks: Sequence[gluon.Block], net: gluon.Block) -> Set[str]:
             f"split_stages: got data_parallel={short(blocks)}; expected a list of the network's layers. Pass [net.output]."
         )
     inside = {id(part) for block in blocks for part in blocks_of(block)}
-    others = {param for part in blocks_of(net) if id(part) not in inside for param in part._reg_params.values()}
+    others = {param for part in blocks_of(net) if id(part) not in inside for param in own_params(part).values()}
     own = {param.name for block in blocks for param in block.collect_params().values() if param not in others}
     if blocks and not own:
         raise TrainerError(
@@ -136,8 +137,8 @@ def _stages_of_layers(net: gluon.Block, layers: Sequence[gluon.Block], num_stage
         block = kind(prefix="")
         block.add(*part)
         set_precision(block, precision)
-        if getattr(net, "_active", False):
-            block.hybridize(**dict(net._flags))  # Pipeline takes the static ones away
+        if is_hybridized(net):
+            block.hybridize(**options_of(net))  # Pipeline takes the static ones away
         stages.append(Stage(block))
     return stages
 
@@ -151,9 +152,9 @@ _CONTAINERS = (gluon.nn.Sequential, gluon.nn.HybridSequential)
 
 def _layers(net: gluon.Block) -> List[gluon.Block]:
     """Return the layers of nested containers, in the order in which they run."""
-    if type(net) not in _CONTAINERS or net._forward_hooks or net._forward_pre_hooks:
+    if type(net) not in _CONTAINERS or has_hooks(net):
         return [net]
-    return [layer for child in net._children.values() for layer in _layers(child)]
+    return [layer for child in children(net) for layer in _layers(child)]
 
 
 def _places(cut: CutGraph, num_pieces: int) -> List[int]:

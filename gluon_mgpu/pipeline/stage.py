@@ -12,6 +12,7 @@ from mxnet import gluon
 
 from ..data_parallel.graph import Graph, inputs_of, may_draw, symbols_of
 from ..errors import TrainerError
+from ..mxnet_internals.blocks import is_hybridized
 from ..nested import Array, leaves, with_leaves
 from ..trainer.precision import precision_of, reduce_precision
 
@@ -113,7 +114,7 @@ class Stages(List[Stage]):
 
 def check_outputs(operation: str, block: gluon.Block, inputs: Sequence[Any]) -> None:
     """Raise `TrainerError` if a hybridized block returns an input itself: MXNet loses its gradient."""
-    graph = symbols_of(block, inputs) if isinstance(block, gluon.HybridBlock) and block._active else None
+    graph = symbols_of(block, inputs) if is_hybridized(block) else None
     if graph is not None and {one.name for one in graph[0]}.intersection(graph[1].list_outputs()):
         raise TrainerError(
             f"{operation}: got {block.name}, a hybridized stage that returns an input; expected new arrays, as MXNet loses the "

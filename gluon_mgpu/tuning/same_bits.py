@@ -21,6 +21,7 @@ from ..data_parallel.step import train_batch
 from ..devices.select import use_devices
 from ..distributed.process import this_process
 from ..errors import StepError, TrainerError
+from ..mxnet_internals.parameters import structural_params
 from ..runtime.determinism import seed_everything
 from ..trainer.trainer import Trainer
 from .agreement import NETWORKS, Recipe
@@ -78,7 +79,7 @@ def train_bits(training: Training, devices: Union[str, Sequence[Context]]) -> Ha
             train_batch(net, loss, trainer, X, y)
             mx.nd.waitall()  # running statistics are written without the engine's knowledge
             arrays = {}
-            for name, param in net._collect_params_with_prefix().items():
+            for name, param in structural_params(net).items():
                 arrays[f"weight {name}"] = param.list_data()
                 if param.grad_req != "null":
                     arrays[f"gradient {name}"] = param.list_grad()

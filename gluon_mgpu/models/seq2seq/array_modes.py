@@ -8,6 +8,7 @@ from typing import Any, Callable
 from mxnet.gluon import nn
 from mxnet.util import is_np_array, np_array
 
+from ...mxnet_internals.blocks import dropout_rate
 from ...mxnet_internals.versions import is_mxnet2
 from ...nested import map_leaves
 
@@ -60,4 +61,6 @@ class Dropout(_OnLegacyArrays, nn.Dropout):  # type: ignore[misc]
 
     def __call__(self, x: Any) -> Any:
         """Return the input with some elements set to zero."""
-        return super().__call__(x) if self._rate else x  # a graph of its own that returns its input would lose the gradient
+        return (
+            super().__call__(x) if dropout_rate(self) else x
+        )  # a graph of its own that returns its input would lose the gradient

@@ -241,7 +241,7 @@ class Encoder(HybridBlock):
         self, vocab_size: int, embed_size: int, hidden_size: int, num_layers: int, cell: str, dropout: float, recurrence: str
     ) -> None:
         super().__init__()
-        self._hidden_size = hidden_size
+        self.hidden_size = hidden_size
         with named(self):
             self.embedding = Embedding(vocab_size, embed_size, weight_initializer=mx.init.Normal(_EMBEDDING_SCALE))
             self.dropout = Dropout(dropout)
@@ -273,7 +273,7 @@ class Encoder(HybridBlock):
         num_sentences, num_steps = source.shape
         places = mx.nd.arange(source.size, ctx=source.context, dtype="int32").reshape((num_steps, num_sentences))
         backwards = mx.nd.SequenceReverse(places, lengths, use_sequence_length=True)
-        return backwards, mx.nd.zeros((num_sentences, self._hidden_size), ctx=source.context)
+        return backwards, mx.nd.zeros((num_sentences, self.hidden_size), ctx=source.context)
 
     def forward(self, source: Array, lengths: Array, backwards: Array, zeros: Array) -> Tuple[Array, Array, Array]:
         """Return values (N, S, 2 hidden), keys (N, S, hidden), and first states, (N, all states of all layers).

@@ -22,6 +22,7 @@ from ...data.text.vocabulary import fingerprint
 from ...devices.select import check_contexts
 from ...distributed.process import this_process
 from ...errors import DataError, StateError, TrainerError
+from ...mxnet_internals.parameters import set_values, structural_params
 from ...runtime.new_files import new_file, sync
 from ...runtime.untrusted_files import MOST_JSON, values_of
 from ...trainer.trainer import Trainer
@@ -148,9 +149,9 @@ class Translator:
     def on_device(self, context: Context) -> Translator:
         """Return a translator with copies of the weights on one device: to translate with a network that spans devices."""
         made = Translator(self.source_vocabulary, self.target_vocabulary, **self.options)
-        values = self.net._collect_params_with_prefix()
-        for name, param in made.net._collect_params_with_prefix().items():
-            param._load_init(values[name].list_data()[0].as_in_context(context), context)
+        values = structural_params(self.net)
+        for name, param in structural_params(made.net).items():
+            set_values(param, values[name].list_data()[0].as_in_context(context), context)
         return made
 
     def save(self, folder: PathLike, trainer: Optional[Trainer] = None, progress: Optional[Dict[str, Any]] = None) -> None:

@@ -49,50 +49,13 @@ class Divided(Protocol):
         """Return the number of the replica whose data are on a device."""
 
 
-@dataclass(eq=False)
-class _MicroBatch:
-    """One micro-batch on its way through a replica. The dicts are by stage.
-
-    Attributes
-    ----------
-    shard : int
-        The position of its first label in the batch.
-    ys : sequence
-        Its label, or the parts of it if several devices share the last stage.
-    sizes : list of int
-        The examples of each part; [0] for a batch that is not divided.
-    outputs : dict of int to list of NDArray
-        Until the stage's backward pass. Those of `NETWORK` are the network's inputs, on the first device.
-    seeds : list of int
-        One for each stage; [] if none draws.
-    inputs : dict of int to list of NDArray
-        Copies on the stage's device, until its backward pass.
-    gradients : dict of int to list
-        Those of the inputs, where they are needed, None elsewhere.
-    apart : set of (int, int)
-        Outputs that are inputs without a gradient, which their stage has passed on.
-    losses, results : dict of int to NDArray
-        Loss and network's output of each part, without their graph.
-    """
-
-    shard: int
-    X: Any
-    ys: Sequence[Any]
-    sizes: List[int]
-    outputs: Dict[int, List[Array]]
-    seeds: List[int] = field(default_factory=list)
-    inputs: Dict[int, List[Array]] = field(default_factory=dict)
-    gradients: Dict[int, List[Optional[Array]]] = field(default_factory=dict)
-    apart: Set[Source] = field(default_factory=set)
-    losses: Dict[int, Array] = field(default_factory=dict)
-    results: Dict[int, Any] = field(default_factory=dict)
-
-
-class _Place:
+class _DeviceStage:
     """A stage on its device, prepared until a parameter changes.
 
     Attributes
     ----------
+    common : Stage
+        What it has in common with this stage of other replicas.
     number : int
     part : int, optional
         Which part of a micro-batch it computes, if it is the last stage.
@@ -102,24 +65,82 @@ class _Place:
         The stages whose outputs it reads that have a backward pass.
     needs_backward : bool
         Whether it trains, or comes after a stage that does.
-    readers : list of _Place
-        The stages that read its outputs; of a divided one, all its parts.
     """
 
-    def __init__(self, pipeline: Divided, number: int, device: Context, former: Sequence[_Place]) -> None:
-        self.stage, self.number, self.device = pipeline.stages[number], number, device
+    def __init__(self, pipeline: Divided, number: int, device: Context, former: Sequence[_DeviceStage]) -> None:
+        self.common, self.number, self.device = pipeline.stages[number], number, device
         part = number - len(pipeline.stages) + pipeline.num_parts
         self.part = part if part >= 0 else None
-        params = self.stage.params()
+        params = self.common.params()
         self.params = [param for param in params if param.grad_req != "null"]
-        producers = [former[producer] for producer in pipeline.stages.producers(number)]
-        self.trained = {place.number for place in producers if place.needs_backward}
+        self.trained = {producer for producer in pipeline.stages.producers(number) if former[producer].needs_backward}
         self.needs_backward: bool = bool(self.params or self.trained)
         self.recomputes = pipeline.recompute and self.needs_backward and self.part is None
-        self.readers: List[_Place] = []
-        for place in producers:
-            place.readers.append(self)
         self.stats = StatsOfParts(statistics_slabs(list(filter(is_running_stat, params))), device)
+
+
+@dataclass(eq=False)
+class _StageTasks:
+    """The forward and the backward task of a stage for one micro-batch. It lives until the latter has ended.
+
+    Attributes
+    ----------
+    sources : list of (int, int)
+        Where its inputs come from.
+    inputs : list of NDArray
+        Copies on the stage's device.
+    gradients : list
+        Arrays for the gradients of the inputs that need one, None for others.
+    outputs : list of NDArray
+        After the last stage, the loss is the last one.
+    constants : set of int
+        Outputs that are inputs without a gradient, which the stage has passed on.
+    returned : list of (int, int or None, int, NDArray)
+        Gradients from the stages that read its outputs: the number of the stage, its part, the number of the output, the array.
+    """
+
+    sources: List[Source]
+    inputs: List[Array] = field(default_factory=list)
+    gradients: List[Optional[Array]] = field(default_factory=list)
+    outputs: List[Array] = field(default_factory=list)
+    constants: Set[int] = field(default_factory=set)
+    returned: List[Tuple[int, Optional[int], int, Array]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _MicroBatch:
+    """One micro-batch on its way through a replica.
+
+    Attributes
+    ----------
+    shard : int
+        The position of its first label in the batch.
+    ys : sequence
+        Its label, or the parts of it if several devices share the last stage.
+    sizes : list of int
+        The examples of each part; [0] for a batch that is not divided.
+    inputs : list of NDArray
+        The network's, on the first device.
+    seeds : list of int
+        One for each stage; [] if none draws.
+    tasks : dict of int to _StageTasks
+        By the number of the stage: those that have begun and not ended.
+    results : dict of int to (object, NDArray)
+        The network's output and the loss of each part, without their graph.
+    """
+
+    shard: int
+    X: Any
+    ys: Sequence[Any]
+    sizes: List[int]
+    inputs: List[Array]
+    seeds: List[int] = field(default_factory=list)
+    tasks: Dict[int, _StageTasks] = field(default_factory=dict)
+    results: Dict[int, Tuple[Any, Array]] = field(default_factory=dict)
+
+    def outputs_of(self, producer: int) -> List[Array]:
+        """Return the outputs of a stage, or the network's inputs."""
+        return self.inputs if producer == NETWORK else self.tasks[producer].outputs
 
 
 class PipelinePasses(Passes):
@@ -144,9 +165,9 @@ class PipelinePasses(Passes):
         sources = [pipeline.stages.producers(stage) for stage in range(len(pipeline.stages))]
         # the tasks of so many micro-batches on one replica
         self._simulate = lru_cache(maxsize=None)(partial(simulate, sources, pipeline.devices[0], schedule=pipeline.schedule))
-        self._places: List[List[_Place]] = []  # by the replica
+        self._stages: List[List[_DeviceStage]] = []  # by the replica
         self._params = list(self._net.collect_params().values())
-        self._known: List[Any] = []  # what the places depend on
+        self._known: List[Any] = []  # what these depend on
         self._shares = False  # whether two stages on one device add to a parameter's gradient
         # of each micro-batch: its replica, and the examples of its parts, or [0] if it is not divided
         self._divided: List[Tuple[int, List[int]]] = []
@@ -176,39 +197,41 @@ class PipelinePasses(Passes):
         if is_synchronised(self._net):
             raise refusal(operation, "Pipeline", "synchronised BatchNorm")
         micro_batches: List[_MicroBatch] = []
-        own: Dict[int, List[_MicroBatch]] = {}  # by the replica
+        by_replica: Dict[int, List[_MicroBatch]] = {}
         shard = 0
         for replica, sizes in self._divided:
             X, parts = Xs[shard], ys[shard : shard + len(sizes)]
-            micro_batches.append(_MicroBatch(shard, X, parts, sizes, {NETWORK: self.pipeline.stages.inputs(X)}))
-            own.setdefault(replica, []).append(micro_batches[-1])
+            micro_batches.append(_MicroBatch(shard, X, parts, sizes, self.pipeline.stages.inputs(X)))
+            by_replica.setdefault(replica, []).append(micro_batches[-1])
             shard += len(sizes)
         scale = 1.0 if trainer.steps.loss_scaler is None else trainer.steps.loss_scaler.begin()
         for one, seeds in zip(micro_batches, self._seeds() if micro_batches else ()):  # a batch that is refused draws none
             one.seeds = seeds
         task_run = _Run(operation, self.pipeline, self._loss, scale)
-        planned = [(begin, replica, task) for replica, ones in own.items() for begin, task in self._simulate(len(ones))]
+        planned = [(begin, replica, task) for replica, ones in by_replica.items() for begin, task in self._simulate(len(ones))]
         planned.sort(key=itemgetter(0, 1))
-        places = self._prepared()
+        stages = self._prepared()
         adds = self.pipeline.micro_batches > 1 or self._shares
         with trainer.steps.recorder.adding() if adds and micro_batches else trainer.steps.recorder.one_pass() as found:
-            examples = task_run.dispatch([(places[replica][task.stage], task, own[replica]) for _, replica, task in planned])
-        results = [(one.results[part], one.losses[part]) for one in micro_batches for part in range(len(one.ys))]
+            examples = task_run.dispatch(
+                [(stages[replica][task.stage], task, by_replica[replica]) for _, replica, task in planned]
+            )
+        results = [one.results[part] for one in micro_batches for part in range(len(one.ys))]
         return [result for result, _ in results], [loss for _, loss in results], Pass(found.written, examples)
 
-    def _prepared(self) -> List[List[_Place]]:
+    def _prepared(self) -> List[List[_DeviceStage]]:
         """Return the stages of each replica on their devices."""
         now = list(chain.from_iterable(map(binding_of, self._params)))
         if len(now) != len(self._known) or not all(map(is_, now, self._known)):
-            self._known, self._places = now, []
+            self._known, self._stages = now, []
             for devices in self.pipeline.devices:
-                places: List[_Place] = []
+                stages: List[_DeviceStage] = []
                 for number, device in enumerate(devices):
-                    places.append(_Place(self.pipeline, number, device, places))
-                self._places.append(places)
-            trained = [(place.device, id(param)) for places in self._places for place in places for param in place.params]
+                    stages.append(_DeviceStage(self.pipeline, number, device, stages))
+                self._stages.append(stages)
+            trained = [(stage.device, id(param)) for stages in self._stages for stage in stages for param in stage.params]
             self._shares = len(set(trained)) < len(trained)
-        return self._places
+        return self._stages
 
     def _seeds(self) -> List[List[int]]:
         """Draw a seed for each task, so that its random numbers depend neither on the schedule nor on recomputation."""
@@ -226,139 +249,135 @@ class _Run:
         self._operation, self._pipeline, self._loss, self._scale = operation, pipeline, loss, scale
         self._last: Dict[Context, List[Array]] = {}  # what the latest task of each device writes
         # how far each of several micro-batches has moved running statistics, times its examples
-        self._moves: Dict[_Place, List[List[Array]]] = {}
+        self._moves: Dict[_DeviceStage, List[List[Array]]] = {}
 
-    def dispatch(self, tasks: Sequence[Tuple[_Place, Task, List[_MicroBatch]]]) -> Dict[Context, int]:
+    def dispatch(self, tasks: Sequence[Tuple[_DeviceStage, Task, List[_MicroBatch]]]) -> Dict[Context, int]:
         """Dispatch tasks, each with the micro-batches of its replica; move the running statistics, and return their examples."""
         examples: Dict[Context, int] = {}
-        places = {place: micro_batches for place, _, micro_batches in tasks}
-        self._moves = {place: [] for place, own in places.items() if place.stats.arrays and len(own) > 1}
-        for place in self._moves:
-            place.stats.begin()
+        stages = {stage: micro_batches for stage, _, micro_batches in tasks}
+        self._moves = {stage: [] for stage, own in stages.items() if stage.stats.arrays and len(own) > 1}
+        for stage in self._moves:
+            stage.stats.begin()
         try:
-            for place, task, micro_batches in tasks:
-                self._dispatch(place, task, micro_batches[task.micro_batch])
+            for stage, task, micro_batches in tasks:
+                self._dispatch(stage, task, micro_batches[task.micro_batch])
         except BaseException:
-            for place in self._moves:  # undo all that the batch has changed, except for gradients
-                place.stats.put_back()
+            for stage in self._moves:  # undo all that the batch has changed, except for gradients
+                stage.stats.put_back()
             raise
-        for place, own in places.items():
-            examples[place.device] = sum(sum(one.sizes) or int((*one.losses[0].shape, 1)[0]) for one in own)
-            if self._moves.get(place):
-                place.stats.move([mx.nd.add_n(*parts) / examples[place.device] for parts in zip(*self._moves[place])])
+        for stage, own in stages.items():
+            examples[stage.device] = sum(sum(one.sizes) or int((*one.results[0][1].shape, 1)[0]) for one in own)
+            if self._moves.get(stage):
+                stage.stats.move([mx.nd.add_n(*parts) / examples[stage.device] for parts in zip(*self._moves[stage])])
         return examples
 
-    def _dispatch(self, place: _Place, task: Task, micro_batch: _MicroBatch) -> None:
-        part = place.part or 0
+    def _dispatch(self, stage: _DeviceStage, task: Task, micro_batch: _MicroBatch) -> None:
+        part = stage.part or 0
         if part >= len(micro_batch.ys):
             return  # it has fewer examples than devices
         function = self._forward if task.kind == "F" else self._backward
         try:
-            in_own_thread(place.device, partial(function, task, place, micro_batch))
+            in_own_thread(stage.device, partial(function, task, stage, micro_batch))
         except (MXNetError, *OF_WRONG_DATA) as error:
             what, shard, y = f"stage {task.stage - part}", micro_batch.shard + part, micro_batch.ys[part]
             raise_named(error, self._operation, what, shard, micro_batch.X, y)
         if Recording.is_on:
-            queue_in_order(place.device, self._last[place.device], [], task_mark(str(task), str(place.device), "ends"))
+            queue_in_order(stage.device, self._last[stage.device], [], task_mark(str(task), str(stage.device), "ends"))
 
-    def _forward(self, task: Task, place: _Place, micro_batch: _MicroBatch) -> None:
-        self._read(place, micro_batch)
-        self._in_order(task, place, micro_batch.inputs[place.number])
-        outputs = self._compute(place, micro_batch, records=not place.recomputes)
-        if place.device.device_type == "gpu" and place in self._moves:  # cuDNN moves them in the forward pass
-            moved = place.stats.take(sum(micro_batch.sizes))
-            self._moves[place] += [] if place.recomputes else [moved]  # the second pass counts
-        if place.recomputes:  # copies: an output may be an input, and the backward pass waits for outputs before inputs
+    def _forward(self, task: Task, stage: _DeviceStage, micro_batch: _MicroBatch) -> None:
+        tasks = micro_batch.tasks[stage.number] = self._read(stage, micro_batch)
+        self._in_order(task, stage, tasks.inputs)
+        outputs = self._compute(stage, tasks, micro_batch, records=not stage.recomputes)
+        if stage.device.device_type == "gpu" and stage in self._moves:  # cuDNN moves them in the forward pass
+            moved = stage.stats.take(sum(micro_batch.sizes))
+            self._moves[stage] += [] if stage.recomputes else [moved]  # the second pass counts
+        if stage.recomputes:  # copies: an output may be an input, and the backward pass waits for outputs before inputs
             outputs = [one.copy() for one in outputs]
-        self._last[place.device] = micro_batch.outputs[place.number] = outputs
+        self._last[stage.device] = tasks.outputs = outputs
 
-    def _read(self, place: _Place, micro_batch: _MicroBatch) -> None:
+    def _read(self, stage: _DeviceStage, micro_batch: _MicroBatch) -> _StageTasks:
         """Copy a stage's inputs to its device."""
-        number, outputs = place.number, micro_batch.outputs
-        sources = self._pipeline.stages.sources(number, outputs)
-        inputs = micro_batch.inputs[number] = []
-        gradients = micro_batch.gradients[number] = []
-        for source, is_wanted in zip(sources, place.stage.gradients_for(sources)):
-            producer, at = source
+        tasks = _StageTasks(self._pipeline.stages.sources(stage.number, micro_batch.outputs_of))
+        for (producer, at), is_wanted in zip(tasks.sources, stage.common.gradients_for(tasks.sources)):
             # also from the same device: no task may write what another one reads
-            array = _part(outputs[producer][at], place.part, micro_batch.sizes).copyto(place.device)
-            needs = is_wanted and producer in place.trained and source not in micro_batch.apart and is_float(array)
-            inputs.append(array)
-            gradients.append(unallocated(array) if needs else None)
+            array = _part(micro_batch.outputs_of(producer)[at], stage.part, micro_batch.sizes).copyto(stage.device)
+            needs = (
+                is_wanted and producer in stage.trained and at not in micro_batch.tasks[producer].constants and is_float(array)
+            )
+            tasks.inputs.append(array)
+            tasks.gradients.append(unallocated(array) if needs else None)
+        return tasks
 
-    def _compute(self, place: _Place, micro_batch: _MicroBatch, *, records: bool) -> List[Array]:
+    def _compute(self, stage: _DeviceStage, tasks: _StageTasks, micro_batch: _MicroBatch, *, records: bool) -> List[Array]:
         """Compute a stage of its inputs, and the loss after the last one."""
-        stage, number, part = place.stage, place.number, place.part
-        inputs, gradients = micro_batch.inputs[number], micro_batch.gradients[number]
-        if micro_batch.seeds and stage.draws is not False:
-            mx.random.seed(micro_batch.seeds[number], place.device)
+        common, inputs, gradients = stage.common, tasks.inputs, tasks.gradients
+        if micro_batch.seeds and common.draws is not False:
+            mx.random.seed(micro_batch.seeds[stage.number], stage.device)
         marked = [pair for pair in zip(inputs, gradients) if pair[1] is not None]
         if marked and records:
             autograd.mark_variables(*map(list, zip(*marked)), "write")
-        if stage.draws is None:
-            stage.draws = draws_numbers(stage.block, stage.arguments(inputs))
-            check_outputs(self._operation, stage.block, stage.arguments(inputs))
+        if common.draws is None:
+            common.draws = draws_numbers(common.block, common.arguments(inputs))
+            check_outputs(self._operation, common.block, common.arguments(inputs))
         with autograd.record() if records else autograd.train_mode():  # this thread records nothing else
-            found = stage.run(inputs)
+            found = common.run(inputs)
             by_array = dict(zip(map(id, inputs), gradients))
-            micro_batch.apart.update((number, at) for at, one in enumerate(found) if by_array.get(id(one), one) is None)
+            tasks.constants = {at for at, one in enumerate(found) if by_array.get(id(one), one) is None}
             # a stage may pass an input on: its gradient then flows through an operator, like that of other outputs
             outputs: List[Array] = [one.copy() if id(one) in by_array else one for one in found]
-            if part is not None:
+            if stage.part is not None:
                 output = self._pipeline.stages.output(outputs)
-                loss = self._loss(output, micro_batch.ys[part])
+                loss = self._loss(output, micro_batch.ys[stage.part])
                 what = "an array, one number for each example"
                 instance(self._operation, "loss", loss, mx.nd.NDArray, what, advice="Return one array: add several up.")
-                micro_batch.results[part] = map_leaves(lambda _, leaf: leaf.detach(), output)
-                micro_batch.losses[part] = loss.detach()
+                micro_batch.results[stage.part] = map_leaves(lambda _, leaf: leaf.detach(), output), loss.detach()
                 outputs = [*outputs, loss]
         return outputs
 
-    def _backward(self, task: Task, place: _Place, micro_batch: _MicroBatch) -> None:
-        number, part = place.number, place.part
-        inputs, gradients, outputs = micro_batch.inputs[number], micro_batch.gradients[number], micro_batch.outputs[number]
-        if place.needs_backward:
-            if part is None:
-                given = self._gradients_of(place, micro_batch)
-            else:
-                loss = outputs[-1]
-                filled = mx.nd.full(loss.shape, self._scale, ctx=place.device, dtype=loss.dtype)
-                given = [None] * (len(outputs) - 1) + [filled]
-            waiting = [one for one in given if one is not None]
-            self._in_order(task, place, waiting + inputs if place.recomputes else waiting)
-            if place.recomputes:
-                outputs = self._compute(place, micro_batch, records=True)
-            _differentiate([pair for pair in zip(outputs, given) if pair[1] is not None])
-            if place in self._moves:
-                self._moves[place].append(place.stats.take(sum(micro_batch.sizes)))
+    def _backward(self, task: Task, stage: _DeviceStage, micro_batch: _MicroBatch) -> None:
+        tasks = micro_batch.tasks.pop(stage.number)  # the graph holds the activations, and goes with the outputs
+        if not stage.needs_backward:
+            return
+        outputs = tasks.outputs
+        if stage.part is None:
+            given = _sums_of_returned(tasks, stage.device)
+        else:
+            loss = outputs[-1]
+            filled = mx.nd.full(loss.shape, self._scale, ctx=stage.device, dtype=loss.dtype)
+            given = [None] * (len(outputs) - 1) + [filled]
+        waiting = [one for one in given if one is not None]
+        self._in_order(task, stage, waiting + tasks.inputs if stage.recomputes else waiting)
+        if stage.recomputes:
+            outputs = self._compute(stage, tasks, micro_batch, records=True)
+        _differentiate([pair for pair in zip(outputs, given) if pair[1] is not None])
+        if stage in self._moves:
+            self._moves[stage].append(stage.stats.take(sum(micro_batch.sizes)))
+        written = []
+        for (producer, at), array, marked in zip(tasks.sources, tasks.inputs, tasks.gradients):
             # MXNet may write another array than the one that was marked; none if the outputs do not depend on the input
-            for at, array in enumerate(inputs):
-                if gradients[at] is not None:
-                    gradients[at] = array.grad if is_fresh(array) else None
-            own = [param.grad(place.device) for param in place.params[:1]]
-            self._last[place.device] = [one for one in gradients + own if one is not None]
-        del micro_batch.outputs[number], micro_batch.inputs[number]  # the graph holds the activations, and goes with its outputs
+            if marked is not None and is_fresh(array):
+                written.append(array.grad)
+                micro_batch.tasks[producer].returned.append((stage.number, stage.part, at, written[-1]))
+        self._last[stage.device] = written + [param.grad(stage.device) for param in stage.params[:1]]
 
-    def _gradients_of(self, place: _Place, micro_batch: _MicroBatch) -> List[Optional[Array]]:
-        """Return the gradients of a stage's outputs on its device: the sums over all stages that read them."""
-        found: List[List[Array]] = [[] for _ in micro_batch.outputs[place.number]]  # of each reader, in the order of its parts
-        divided: Dict[int, List[Array]] = {}
-        for reader in place.readers:
-            sources = self._pipeline.stages.sources(reader.number, micro_batch.outputs)
-            # a part without examples has none
-            for (producer, at), gradient in zip(sources, micro_batch.gradients.get(reader.number, ())):
-                if producer == place.number and gradient is not None:
-                    (found[at] if reader.part is None else divided.setdefault(at, [])).append(gradient.copyto(place.device))
-        for at, parts in divided.items():
-            found[at].append(parts[0] if len(parts) == 1 else mx.nd.concat(*parts, dim=0))
-        return [sum(ones[1:], ones[0]) if ones else None for ones in found]
-
-    def _in_order(self, task: Task, place: _Place, arrays: Sequence[Array]) -> None:
+    def _in_order(self, task: Task, stage: _DeviceStage, arrays: Sequence[Array]) -> None:
         """Let a task wait for the one before it on the same device."""
         # the first task of a batch begins once the weights have been updated after the batch before
-        last = self._last.get(place.device) or [param.data(place.device) for param in place.params[:1]]
-        name = task_mark(str(task), str(place.device), "begins") if Recording.is_on else ""
-        queue_in_order(place.device, last, arrays, name)
+        last = self._last.get(stage.device) or [param.data(stage.device) for param in stage.params[:1]]
+        name = task_mark(str(task), str(stage.device), "begins") if Recording.is_on else ""
+        queue_in_order(stage.device, last, arrays, name)
+
+
+def _sums_of_returned(tasks: _StageTasks, device: Context) -> List[Optional[Array]]:
+    """Return the gradients of a stage's outputs on its device: the sums over all stages that read them."""
+    found: List[List[Array]] = [[] for _ in tasks.outputs]  # of each reader, in their order
+    parts: List[List[Array]] = [[] for _ in tasks.outputs]  # of the last stage
+    for _, part, at, gradient in sorted(tasks.returned, key=itemgetter(0)):
+        (found if part is None else parts)[at].append(gradient.copyto(device))
+    for ones, of_parts in zip(found, parts):
+        if of_parts:
+            ones.append(of_parts[0] if len(of_parts) == 1 else mx.nd.concat(*of_parts, dim=0))
+    return [sum(ones[1:], ones[0]) if ones else None for ones in found]
 
 
 def _part(array: Array, part: Optional[int], sizes: Sequence[int]) -> Array:

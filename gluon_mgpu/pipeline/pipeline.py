@@ -165,7 +165,7 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         replica = self.replica_of(arrays[0].context)
         outputs: Dict[int, List[Array]] = {NETWORK: arrays}
         for number in [*range(self.num_stages - self.num_parts), self.num_stages - 1]:
-            read = [outputs[producer][at] for producer, at in self.stages.sources(number, outputs)]
+            read = [outputs[producer][at] for producer, at in self.stages.sources(number, outputs.__getitem__)]
             outputs[number] = self.stages[number].run([one.as_in_context(self.devices[replica][number]) for one in read])
         return self.stages.output(outputs[self.num_stages - 1])
 

@@ -202,7 +202,7 @@ def _costs(pieces: Stages, X: Any, balance: str) -> List[float]:
     outputs: Dict[int, List[Array]] = {NETWORK: pieces.inputs(X)}
     costs = []
     for number, piece in enumerate(pieces):
-        sources = pieces.sources(number, outputs)
+        sources = pieces.sources(number, outputs.__getitem__)
         inputs = [outputs[producer][at].detach() for producer, at in sources]
         with forgetting_graphs(piece.block):
             outputs[number], seconds = _timed(piece, inputs, piece.gradients_for(sources))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import AbstractSet, Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import AbstractSet, Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -95,10 +95,10 @@ class Stages(List[Stage]):
         self[0].form = X
         return [leaf for _, leaf in leaves(X)]
 
-    def sources(self, number: int, outputs: Mapping[int, Sequence[Array]]) -> List[Source]:
+    def sources(self, number: int, outputs_of: Callable[[int], Sequence[Array]]) -> List[Source]:
         """Return where a stage's inputs come from: of the outputs of the stages before it, and of `NETWORK`, its inputs."""
         before = number - 1  # of the first stage, NETWORK
-        return self[number].sources or [(before, at) for at in range(len(outputs[before]))]
+        return self[number].sources or [(before, at) for at in range(len(outputs_of(before)))]
 
     def producers(self, number: int) -> List[int]:
         """Return the stages whose outputs a stage reads."""

@@ -26,7 +26,7 @@ from ..trainer.recorder import examples_of
 from ..trainer.trainer import Trainer
 from .batchnorm import is_synchronised
 from .executors import Executor
-from .graph import Graph, NotCompilableError, inputs_of, nesting_of, reasons_against, trace
+from .graph import Graph, NotCompilableError, inputs_of, nesting_of, preparation, reasons_against, trace
 from .passes import Outputs, Passes, decide_shapes, forgetting_graphs, raise_named
 from .plan import Plan, form_of
 
@@ -82,6 +82,7 @@ class CompiledPasses(Passes):
         super().__init__(net, loss, trains=trainer is not None)
         self.reason = ""
         self._trainer, self._mode = trainer, mode
+        self._prepare = preparation(net)
         self._state_of = trace_state if isinstance(net, gluon.HybridBlock) else hooks_of
         self._flags_of = flags_of if isinstance(loss, gluon.HybridBlock) else type  # which stays
         self._graphs: Dict[Hashable, Graph] = {}
@@ -164,7 +165,7 @@ class CompiledPasses(Passes):
         try:
             for at, executor in enumerate(bound.executors):
                 graph, X, y = executor.graph, Xs[at], ys[at]
-                heads = executor.forward((X, y) if graph.is_plain else inputs_of(self._net, X, y))
+                heads = executor.forward((X, y) if graph.is_plain else inputs_of(self._prepare, X, y))
                 if self._loss is not None:
                     losses.append(heads.pop(0))
                 outputs.append(heads[0] if graph.is_plain else graph.outputs(heads))
@@ -176,7 +177,7 @@ class CompiledPasses(Passes):
 
     def _bind(self, Xs: Sequence[Any], ys: Sequence[Any]) -> List[Executor]:
         """Return an executor for each shard."""
-        shards = [(self._graph(X, y), inputs_of(self._net, X, y)) for X, y in zip(Xs, ys)]
+        shards = [(self._graph(X, y), inputs_of(self._prepare, X, y)) for X, y in zip(Xs, ys)]
         contexts = [inputs[0].context for _, inputs in shards]
         if len(set(contexts)) < len(contexts):
             raise NotCompilableError(f"several shards are on one device: {contexts}")

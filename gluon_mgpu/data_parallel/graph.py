@@ -6,7 +6,7 @@ import json
 import re
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
@@ -29,10 +29,13 @@ from ..mxnet_internals.parameters import has_dense_gradient, is_dense
 from ..mxnet_internals.versions import SyncBatchNorm as GluonSyncBatchNorm
 from ..mxnet_internals.versions import is_mxnet2
 from ..nested import Array, is_device_array, leaves, map_leaves
+from ..protocols import HasGraph, PreparesInputs
 from ..refusals import FOREACH
 from ..trainer.parameters import blocks_of
 from ..trainer.wrong_graphs import wrong_operators
 from .batchnorm import SyncBatchNorm
+
+Preparation = Callable[[Any], Tuple[Any, ...]]
 
 
 class NotCompilableError(TrainerError):
@@ -77,11 +80,13 @@ class Graph:
         return regroup(list(arrays), self._form)
 
 
-def inputs_of(net: gluon.Block, X: Any, y: Any = None) -> List[Array]:
+def inputs_of(prepare: Preparation, X: Any, y: Any = None) -> List[Array]:
     """Return the arrays of a shard that its graph reads: of the features as the network prepares them, and of the label.
 
-    A network whose `forward` prepares its inputs in Python has a method `graph_inputs(X)`: it returns the arguments of
-    `hybrid_forward`, or None where Python must run the network.
+    Parameters
+    ----------
+    prepare : callable (X) -> tuple
+        The network's `preparation`.
 
     Raises
     ------
@@ -89,7 +94,7 @@ def inputs_of(net: gluon.Block, X: Any, y: Any = None) -> List[Array]:
         An array is sparse, or not on a device; or the network asks for Python.
     """
     try:
-        arrays: List[Array] = [*flatten(_arguments(net, X), "input")[0], *(leaf for _, leaf in leaves(y))]
+        arrays: List[Array] = [*flatten(prepare(X), "input")[0], *(leaf for _, leaf in leaves(y))]
     except ValueError as error:  # a dict, for example
         raise NotCompilableError(f"the data have another form: {reason_of(error)}") from error
     for array in arrays:
@@ -111,8 +116,7 @@ def trace(net: gluon.Block, loss: Any, X: Any, y: Any) -> Graph:
     Parameters
     ----------
     net : gluon.HybridBlock
-    loss : gluon.HybridBlock, or a block with a method `graph(output, label)`, or None
-        Such a method takes symbols instead of arrays.
+    loss : gluon.HybridBlock, HasGraph or None
     X, y : array, or nested data
         One shard, on its device.
 
@@ -121,13 +125,13 @@ def trace(net: gluon.Block, loss: Any, X: Any, y: Any) -> Graph:
     NotCompilableError
         Tracing failed.
     """
-    is_legacy = hasattr(net, "graph_inputs")
+    is_legacy = isinstance(net, PreparesInputs)
     own = own_method(net)
     if own and not (is_legacy or isinstance(net, gluon.SymbolBlock)):
         raise NotCompilableError(f"it has a {own}() of its own, in Python")
     with mx.util.np_array(mx.util.is_np_array() and not is_legacy):
         try:
-            return _traced(net, loss, _arguments(net, X), y, is_legacy)
+            return _traced(net, loss, preparation(net)(X), y, is_legacy)
         except NotCompilableError:
             raise
         except (mx.MXNetError, AssertionError, NotImplementedError, *OF_WRONG_DATA) as error:
@@ -161,7 +165,7 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
         label = map_leaves(variable, y)
         is_np = isinstance(out, NpSymbol)
         output = regroup([head.as_np_ndarray() for head in heads] if is_np else heads, out_form)
-        losses = loss.graph(output, label) if hasattr(loss, "graph") else loss(output, label)
+        losses = loss.graph(output, label) if isinstance(loss, HasGraph) else loss(output, label)
         if not isinstance(losses, mx.sym.Symbol) or len(losses.list_outputs()) != 1:
             raise NotCompilableError(f"the loss returns {short(losses)}; expected one array")
         names += labels
@@ -215,14 +219,16 @@ def symbols_of(block: gluon.HybridBlock, inputs: Sequence[Any]) -> Any:
     return None
 
 
-def _arguments(net: Any, X: Any) -> Tuple[Any, ...]:
-    """Return the arguments of `hybrid_forward` for one shard of features."""
-    if not hasattr(net, "graph_inputs"):
-        return (X,)
-    inputs: Optional[Tuple[Any, ...]] = net.graph_inputs(X)
-    if inputs is None:
-        raise NotCompilableError("the network runs these steps in Python")
-    return inputs
+def preparation(net: Any) -> Preparation:
+    """Return a function that returns the arguments of `hybrid_forward` for one shard of features."""
+
+    def prepared(X: Any) -> Tuple[Any, ...]:
+        inputs = net.graph_inputs(X)
+        if inputs is None:
+            raise NotCompilableError("the network runs these steps in Python")
+        return inputs
+
+    return prepared if isinstance(net, PreparesInputs) else lambda X: (X,)
 
 
 def reasons_against(net: Any, loss: Any, *, traced_once: bool) -> Iterator[str]:
@@ -239,10 +245,10 @@ def reasons_against(net: Any, loss: Any, *, traced_once: bool) -> Iterator[str]:
         return
     parts = [("the network", net)] + [("the loss", loss)] * (loss is not None)
     for what, block in parts:
-        makes_graph = hasattr(block, "graph_inputs") or hasattr(block, "graph")
+        makes_graph = isinstance(block, (PreparesInputs, HasGraph))
         if not makes_graph and not isinstance(block, gluon.HybridBlock):
             yield f"{what} is a {type(block).__name__}, not a HybridBlock"
-        is_known = what == "the loss" and (hasattr(block, "graph") or type(block).__module__ == gluon.loss.__name__)
+        is_known = what == "the loss" and (isinstance(block, HasGraph) or type(block).__module__ == gluon.loss.__name__)
         if not (makes_graph or is_known) and own_method(block):
             yield f"{what} has a {own_method(block)}() of its own, in Python"
         if not (traced_once or is_hybridized(block) or is_known):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Optional, Set
+from typing import Any, Callable, Optional, Set
 
 import numpy as np
 from mxnet import gluon
@@ -11,6 +11,7 @@ from mxnet import gluon
 from ..errors import DataError
 from ..mxnet_internals.blocks import class_axis as classes_of
 from ..nested import host_array, is_device_array, leaves, map_leaves
+from ..protocols import HasClassLabels
 
 lowest, highest = partial(np.minimum.reduce, axis=None), partial(np.maximum.reduce, axis=None)  # no Python call
 _CLASSES = gluon.loss.SoftmaxCELoss
@@ -19,9 +20,9 @@ _CLASSES = gluon.loss.SoftmaxCELoss
 def class_axis(loss: Any) -> Optional[int]:
     """Return the axis of the classes in the outputs, None for a loss that takes other labels or may ignore some.
 
-    The classes of a loss with `class_labels`, as `train_batch` describes it, are on the last axis.
+    The classes of a loss with `class_labels` are on the last axis.
     """
-    if hasattr(loss, "class_labels"):
+    if isinstance(loss, HasClassLabels):
         return -1
     own = isinstance(loss, _CLASSES) and all(getattr(type(loss), name, None) is getattr(_CLASSES, name, None) for name in _CALLED)
     return classes_of(loss) if own and "forward" not in vars(loss) else None
@@ -35,10 +36,13 @@ def device_types(y: Any) -> Set[str]:
     return {leaf.context.device_type for _, leaf in leaves(y) if is_device_array(leaf)}
 
 
-def check_labels(operation: str, loss: Any, y: Any, num_classes: int) -> None:
-    """Raise `DataError` if a label is not the number of a class. It reads MXNet's arrays."""
+def check_labels(operation: str, labels_of: Optional[Callable[[Any], Any]], y: Any, num_classes: int) -> None:
+    """Raise `DataError` if a label is not the number of a class. It reads MXNet's arrays.
+
+    `labels_of`: the `class_labels` of a loss that has it.
+    """
     host = map_leaves(lambda _, leaf: leaf.asnumpy() if is_device_array(leaf) else host_array(leaf), y)
-    labels = loss.class_labels(host) if hasattr(loss, "class_labels") else host
+    labels = host if labels_of is None else labels_of(host)
     if not isinstance(labels, np.ndarray) or not labels.size or (lowest(labels) >= 0 and highest(labels) < num_classes):
         return
     index = tuple(np.argwhere(~((labels >= 0) & (labels < num_classes)))[0].tolist())

@@ -16,6 +16,7 @@ from ..distributed import process_shard
 from ..errors import NestedError, ShardError, TrainerError
 from ..mxnet_internals.blocks import batch_axis_of
 from ..nested import Array, Fields, is_device_array, leaves
+from ..protocols import CountsUnits, HasClassLabels
 from ..refusals import refusal
 from .labels import check_labels, class_axis, device_types, highest, lowest
 from .sharding import Shards, Split, SplitPlan, count_examples, split_batch
@@ -114,7 +115,8 @@ class Planner:
     def __init__(self, operation: str, loss: Any, split: Split, devices: Sequence[Context]) -> None:
         self._operation, self._loss, self._split, self._devices = operation, loss, split, list(devices)
         self._class_axis, self._has_read = class_axis(loss), False
-        self._num_units: Optional[Callable[[Any], int]] = getattr(loss, "num_units", None)
+        self._num_units = loss.num_units if isinstance(loss, CountsUnits) else None
+        self._labels_of = loss.class_labels if isinstance(loss, HasClassLabels) else None
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
 
     def split(self, X: Any, y: Any) -> Tuple[Plan, List[Any], List[Any]]:
@@ -147,7 +149,7 @@ class Planner:
         num = plan.num_classes
         if not num or (type(y) is np.ndarray and y.size and lowest(y) >= 0 and highest(y) < num):
             return []
-        check, found = partial(check_labels, self._operation, self._loss, y, num), device_types(y)
+        check, found = partial(check_labels, self._operation, self._labels_of, y, num), device_types(y)
         if found and (self._has_read or "gpu" in found):
             return [] if "gpu" in found else [check]
         self._has_read = True

@@ -16,6 +16,7 @@ from ..errors import TrainerError
 from ..mxnet_internals.parameters import is_open
 from ..mxnet_internals.versions import require_np_arrays
 from ..nested import Array, Fields
+from ..protocols import SpansDevices
 from ..refusals import refusal
 from ..trainer.first_weights import check_others
 from ..trainer.options import check_not_recording
@@ -232,7 +233,7 @@ class TrainStep:
         flag(operation, "ignore_stale_grad", ignore_stale_grad)
         self._asked = (net, loss, split_f, ignore_stale_grad, micro_steps, compiled, trainer.virtual_shards)
         micro_steps = whole_number(operation, "micro_steps", micro_steps, advice="1 is one batch.")
-        trainer.steps.layout.watch(net, loss, *(stage.block for stage in getattr(net, "stages", ())))
+        trainer.steps.layout.watch(net, loss, *(stage.block for stage in (net.stages if isinstance(net, SpansDevices) else ())))
         self.passes = make_passes(operation, net, loss, compiled, trainer=trainer, kept=trainer.kept)
         num_virtual = (trainer.virtual_shards or 0) * micro_steps
         split = as_split(operation, split_f, num_virtual)

@@ -17,6 +17,7 @@ from ..data_parallel.step import Batch, check_network
 from ..data_parallel.virtual_passes import VirtualPasses
 from ..devices.select import check_contexts
 from ..mxnet_internals.array_parts import Place
+from ..protocols import HasEvaluation
 from ..trainer.parameters import average_replicas, devices_of
 from ..trainer.replica_check import ReplicaComparison
 from ..trainer.tree_sum import VirtualShards
@@ -94,7 +95,7 @@ def evaluate(
         There is no batch, or one is not a pair.
     """
     check_network("evaluate", net)
-    loss = getattr(loss, "evaluation", loss)
+    loss = loss.evaluation if isinstance(loss, HasEvaluation) else loss
     if virtual_shards is not None:
         virtual_shards = VirtualShards(virtual_shards, devices_of(net)).number
     passes = make_passes("evaluate", net, loss, compiled, kept={})

@@ -21,6 +21,7 @@ from ..data_parallel.sharding import SplitFunction, split_batch
 from ..data_parallel.step import TrainStep, check_trainer
 from ..distributed import any_process, group
 from ..errors import TrainerError
+from ..protocols import HasEvaluation
 from ..refusals import refusal
 from ..runtime.environment import logger
 from ..trainer.options import check_not_recording
@@ -150,7 +151,7 @@ def fit(
     one_of("fit", "bn", bn, (None, "local", "sync"), advice="None keeps the network's layers.")
     if bn == "sync" and compiled == "on":
         raise refusal("fit", "compiled='on'", "synchronised BatchNorm")
-    test_loss = getattr(loss, "evaluation", loss)
+    test_loss = loss.evaluation if isinstance(loss, HasEvaluation) else loss
     passes = make_passes("fit", net, test_loss, compiled, kept=trainer.kept)
     checkpoint = None if resume is None else _read_checkpoint(resume, callbacks, net, trainer, (train_iter, test_iter))
     num_batches = limits.num_batches(num_batches_of(train_iter))

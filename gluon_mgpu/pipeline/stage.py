@@ -10,7 +10,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import gluon
 
-from ..data_parallel.graph import Graph, inputs_of, may_draw, symbols_of
+from ..data_parallel.graph import Graph, inputs_of, may_draw, preparation, symbols_of
 from ..errors import TrainerError
 from ..mxnet_internals.blocks import is_hybridized
 from ..nested import Array, leaves, with_leaves
@@ -87,11 +87,12 @@ class Stages(List[Stage]):
     ) -> None:
         super().__init__(stages)
         self.net, self.graph, self.costs = net, graph, list(costs)
+        self._prepare = preparation(net)
 
     def inputs(self, X: Any) -> List[Array]:
         """Return the arrays of a shard that the first stages read."""
         if self.graph is not None:
-            return inputs_of(self.net, X)
+            return inputs_of(self._prepare, X)
         self[0].form = X
         return [leaf for _, leaf in leaves(X)]
 

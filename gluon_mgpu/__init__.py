@@ -6,13 +6,13 @@ devices            use_devices, try_gpu, try_all_gpus
 train by epochs    Trainer, fit, seed_everything, broadcast_parameters; callbacks: Progress, Checkpoint, EarlyStopping,
                    TensorBoard, WeightAverage, Finetune, Callback
 train by hand      split_batch, split_and_load, gather, prefetch, copyto, backward, train_batch, eval_batch, compile_step,
-                   LocalSGD; as in GluonCV: DataParallelModel, DataParallelCriterion
+                   LocalSGD, replica_difference; as in GluonCV: DataParallelModel, DataParallelCriterion
 evaluate, predict  evaluate, evaluate_accuracy_gpus, accuracy, top_k_accuracy, predict
 save and resume    save_checkpoint, load_checkpoint, Checkpoint; export
 divide a network   Pipeline, split_stages
-BatchNorm, 16 bits set_batch_norm, update_bn, set_precision
+BatchNorm, 16 bits set_batch_norm, update_bn, set_precision, precision_of
 rooms              data            data sets, loaders, sentence pairs
-                   data_parallel   parts of a step: weighted shards, BatchNorm over devices, replicas
+                   data_parallel   parts of a step: weighted shards, BatchNorm over devices
                    devices         what each device is; contexts of a specification; transfers
                    distributed     the processes of a job
                    errors          the exceptions

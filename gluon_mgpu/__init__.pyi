@@ -47,6 +47,8 @@ from .pipeline.split import split_stages as split_stages
 from .runtime.determinism import seed_everything as seed_everything
 from .trainer.first_weights import broadcast_parameters as broadcast_parameters
 from .trainer.local_sgd import LocalSGD as LocalSGD
+from .trainer.parameters import replica_difference as replica_difference
+from .trainer.precision import precision_of as precision_of
 from .trainer.precision import set_precision as set_precision
 from .trainer.trainer import Trainer as Trainer
 

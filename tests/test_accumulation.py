@@ -109,7 +109,7 @@ def test_it_is_one_batch_of_all_examples(loop, hybridize, devices, arrays):
     trainer = mgpu.Trainer(net, *MOMENTUM)
     for group in groups:
         loop(net, trainer, group)
-    assert mgpu.data_parallel.replica_difference(net) == 0.0
+    assert mgpu.replica_difference(net) == 0.0
     assert largest_difference(weights_of(net), reference(arrays is mx.np)) <= 1e-6
     assert {param.grad_req for param in net.collect_params().values()} == {"write"}
 
@@ -225,7 +225,7 @@ def test_sparse_gradients(devices):
                 trainer.flush()
             else:
                 mgpu.train_batch(net, LOSS, trainer, (X + update) % 10, y)
-        assert mgpu.data_parallel.replica_difference(net) == 0.0
+        assert mgpu.replica_difference(net) == 0.0
         found.append(weights_of(net))
     assert largest_difference(*found) <= 1e-6
 

@@ -384,7 +384,7 @@ def test_a_network_may_be_made_anew_before_the_first_step():
     step(net, trainer, X, y)
     step(net, trainer, X, y)
     assert all((a != b).any() for a, b in zip(before, weights_of(net)))
-    assert mgpu.data_parallel.replica_difference(net) == 0.0
+    assert mgpu.replica_difference(net) == 0.0
 
 
 def test_memory_goes_with_the_network():
@@ -448,7 +448,7 @@ def test_a_schedule_is_one_for_all_parameters_and_replicas(optimizer, last):
             set_params(net[last], "grad_req", "write")
         sum_step(net, trainer)
         rates.append(trainer.learning_rate)
-    assert mgpu.data_parallel.replica_difference(net) == 0.0
+    assert mgpu.replica_difference(net) == 0.0
     assert rates == [params["learning_rate"] * factor for factor in (1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125)]
 
 
@@ -554,7 +554,7 @@ def test_a_scalar_of_np_takes_part_with_zero_where_a_device_is_idle():
                 losses = [net(mx.np.ones((1, 1), ctx=context)).sum() for context in contexts]
             autograd.backward(losses)
             trainer.step(len(contexts))
-        assert mgpu.data_parallel.replica_difference(net) == 0.0
+        assert mgpu.replica_difference(net) == 0.0
         assert float(net.scale.data(CTX[1])) == pytest.approx(0.9 - 0.1 * 0.9)
     finally:
         mx.npx.reset_np()

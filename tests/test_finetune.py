@@ -71,7 +71,7 @@ def test_it_is_the_loop_by_hand(devices, optimizer, hybridize, compiled):
         frozen = name.startswith("0.")
         assert (seen[1][name].tobytes() == value.tobytes()) == frozen
         assert seen[3][name].tobytes() != seen[1][name].tobytes()
-    assert mgpu.data_parallel.replica_difference(net) == 0.0
+    assert mgpu.replica_difference(net) == 0.0
 
 
 @pytest.mark.each_value

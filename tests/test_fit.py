@@ -95,7 +95,7 @@ def test_it_learns(num_devices, arrays):
     assert history.column("test_accuracy")[-1] > 0.95
     assert history.stopped == ""
     assert mgpu.evaluate_accuracy_gpus(net, batches_of(X, y)) > 0.95
-    assert mgpu.data_parallel.replica_difference(net) == 0.0
+    assert mgpu.replica_difference(net) == 0.0
 
 
 def test_it_is_train_batch_in_a_loop(devices):

@@ -231,7 +231,7 @@ def test_graphs_are_there_for_threads_when_parameters_have_moved():
     autograd.backward(losses)
     trainer.step(6)
     net.hybridize(False)
-    assert mgpu.data_parallel.replica_difference(net) == 0.0
+    assert mgpu.replica_difference(net) == 0.0
 
 
 def test_each_device_may_have_a_thread_of_its_own():

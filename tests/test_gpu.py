@@ -92,7 +92,7 @@ def test_devices_do_not_show_in_the_weights(machine, number, batches, optimizer)
     assert largest_difference(on_one, on_cpu) <= OTHER_KIND
     for hybridize in (None, {"static_alloc": True, "static_shape": True}):
         net, _ = trained(ctx, data, optimizer, hybridize=hybridize)
-        assert mgpu.data_parallel.replica_difference(net) == 0.0
+        assert mgpu.replica_difference(net) == 0.0
         assert largest_difference(weights_of(net), on_one) <= SAME_KIND
 
 
@@ -103,7 +103,7 @@ def test_the_trainer_reduces_with_nccl(machine):
     ctx = machine.devices(2)
     batches = small_batches(BATCHES["uneven"])
     net, _ = trained(ctx, batches, kvstore=machine.kvstore())
-    assert mgpu.data_parallel.replica_difference(net) == 0.0
+    assert mgpu.replica_difference(net) == 0.0
     expected = weights_of(gluon_loop(small_net(ctx[:1]), *OPTIMIZERS["momentum"], batches))
     assert largest_difference(weights_of(net), expected) <= SAME_KIND
 
@@ -169,7 +169,7 @@ def test_reduced_precision_trains_and_raises_its_scale(machine, number, optimize
         losses.append(float(np.mean(np.concatenate([loss.asnumpy() for loss in batch.losses]))))
     assert losses[-1] < 0.8 * losses[0]
     assert trainer.steps.loss_scaler.scale == 2.0**14  # 20 good steps, of which each 5 double it
-    assert mgpu.data_parallel.replica_difference(net) == 0.0
+    assert mgpu.replica_difference(net) == 0.0
     assert {np.dtype(param.dtype).name for param in net.collect_params().values()} == {"float32"}
 
 
@@ -186,7 +186,7 @@ def test_a_step_that_overflows_is_left_out(machine):
     assert largest_difference(weights_of(net), before) == 0.0
     mgpu.train_batch(net, LOSS, trainer, X, y)
     assert largest_difference(weights_of(net), before) > 0.0
-    assert mgpu.data_parallel.replica_difference(net) == 0.0
+    assert mgpu.replica_difference(net) == 0.0
 
 
 # Memory, and waiting

@@ -74,7 +74,7 @@ def test_it_is_networks_that_are_averaged(devices, arrays, optimizer, every):
     for context, weights in zip(devices, trained_apart(len(devices), optimizer, every, batches)):
         assert largest_difference(weights_of(net, context), weights) <= 2e-6
     apart = len(devices) > 1 and len(SIZES) % every
-    assert (mgpu.data_parallel.replica_difference(net) > 0) == bool(apart)
+    assert (mgpu.replica_difference(net) > 0) == bool(apart)
 
 
 def test_devices_are_averaged_when_it_is_time_and_gradients_never(monkeypatch):
@@ -110,9 +110,9 @@ def test_evaluating_and_saving_see_the_average(tmp_path):
         net = known(CTX[:2])
         trainer = LocalSGD(net, *OPTIMIZERS["momentum"], every=50)
         train(net, trainer, batches)
-        assert mgpu.data_parallel.replica_difference(net) > 1e-4
+        assert mgpu.replica_difference(net) > 1e-4
         look(net, trainer)
-        assert mgpu.data_parallel.replica_difference(net) == 0.0
+        assert mgpu.replica_difference(net) == 0.0
         assert largest_difference(weights_of(net), averaged) <= 1e-6
     other = known(CTX[:1])
     mgpu.load_checkpoint(tmp_path / "without", other)
@@ -133,14 +133,14 @@ def test_it_goes_on_from_a_checkpoint(tmp_path, optimizer):
     again = LocalSGD(resumed, *OPTIMIZERS[optimizer], every=3)
     train(resumed, again, batches[:1])  # something to be replaced
     mgpu.load_checkpoint(tmp_path / "checkpoint", resumed, again)
-    assert mgpu.data_parallel.replica_difference(resumed) == 0.0
+    assert mgpu.replica_difference(resumed) == 0.0
     train(resumed, again, batches[4:])
     assert largest_difference(weights_of(resumed), weights_of(net)) == 0.0
     ordinary = known(CTX[:3])
     summing = mgpu.Trainer(ordinary, *OPTIMIZERS[optimizer])
     mgpu.load_checkpoint(tmp_path / "checkpoint", ordinary, summing)
     train(ordinary, summing, batches[4:])
-    assert mgpu.data_parallel.replica_difference(ordinary) == 0.0
+    assert mgpu.replica_difference(ordinary) == 0.0
 
 
 def test_each_device_clips_its_own_gradient():
@@ -181,7 +181,7 @@ def test_what_devices_cannot_do_apart_is_refused():
     assert largest_difference(before, weights_of(net)) == 0.0
     del trainer._amp_loss_scaler
     train(net, trainer, small_batches([4]))
-    assert mgpu.data_parallel.replica_difference(net) == 0.0
+    assert mgpu.replica_difference(net) == 0.0
 
 
 @pytest.mark.parametrize("kind", [mgpu.Trainer, partial(mgpu.LocalSGD, every=3)], ids=["Trainer", "LocalSGD"])
@@ -190,9 +190,9 @@ def test_a_new_trainer_begins_with_equal_devices(kind):
     X, y = np.arange(8, dtype="float32").reshape(4, 2), np.zeros(4, "float32")
     former = mgpu.LocalSGD(net, "sgd", every=4)
     mgpu.train_batch(net, gluon.loss.L2Loss(), former, X, y)
-    assert mgpu.data_parallel.replica_difference(net) > 0
+    assert mgpu.replica_difference(net) > 0
     kind(net, "sgd")
-    assert mgpu.data_parallel.replica_difference(net) == 0
+    assert mgpu.replica_difference(net) == 0
 
 
 def test_devices_that_train_apart_under_another_trainer_are_not_read():
@@ -200,7 +200,7 @@ def test_devices_that_train_apart_under_another_trainer_are_not_read():
     apart = LocalSGD(net, "sgd", {"learning_rate": 0.1}, every=100)
     mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
     train(net, apart, small_batches([8, 8]))
-    assert mgpu.data_parallel.replica_difference(net) > 0
+    assert mgpu.replica_difference(net) > 0
     with pytest.raises(ReplicaError, match="average_replicas"):
         mgpu.evaluate(net, small_batches([4]))
     apart.average_replicas()

@@ -77,7 +77,7 @@ def test_overflowing_steps_leave_everything_alone(arrays):
             else:
                 assert largest_difference(weights_of(net), before) == 0.0
             assert trainer.steps.loss_scaler.scale == scale
-            assert mgpu.data_parallel.replica_difference(net) == 0.0
+            assert mgpu.replica_difference(net) == 0.0
         assert largest_difference(weights_of(net), weights_of(good)) <= 1e-6
         assert trainer.steps.update.counts() == plain.steps.update.counts()
 

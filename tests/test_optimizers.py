@@ -115,7 +115,7 @@ def test_an_update_that_is_interrupted_leaves_equal_devices(monkeypatch, optimiz
         left[0] = 99 if at else done
         with suppress(KeyboardInterrupt):  # of the first step
             mgpu.train_batch(net, LOSS, trainer, X, y)
-        assert mgpu.data_parallel.replica_difference(net) == 0.0
+        assert mgpu.replica_difference(net) == 0.0
 
 
 def test_an_optimizer_gets_the_parameters_when_it_is_made():

@@ -148,7 +148,7 @@ def test_parameters_that_are_there_already_stay_the_same_arrays(devices):
         losses = criterion(net(X), y)
     trainer.backward(losses)
     trainer.step(6)
-    assert mgpu.data_parallel.replica_difference(module) == 0.0
+    assert mgpu.replica_difference(module) == 0.0
 
 
 def test_what_it_has_not_it_takes_from_the_network(tmp_path):

@@ -353,7 +353,7 @@ def test_devices_do_not_show_beyond_rounding(num_devices, arrays, hybridize):
         trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
         for X, y in small_batches(sizes):
             mgpu.train_batch(net, LOSS, trainer, X, y)
-        assert mgpu.data_parallel.replica_difference(net) == 0.0
+        assert mgpu.replica_difference(net) == 0.0
         return start, weights_of(net)
 
     start, full = train([mx.cpu()], "fp32")

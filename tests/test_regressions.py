@@ -56,7 +56,7 @@ def test_a_device_without_data_repeats_its_old_gradient(trainer_class):
     right, with_old_gradient = -10.0, -15.0
     assert weight(net) == (with_old_gradient if trainer_class is gluon.Trainer else right)
     if trainer_class is mgpu.Trainer:
-        assert mgpu.data_parallel.replica_difference(net) == 0.0
+        assert mgpu.replica_difference(net) == 0.0
 
 
 def test_a_parameter_that_no_device_used_is_refused_before_anything_changes():
@@ -236,7 +236,7 @@ def test_devices_of_one_number_count_their_updates_apart(monkeypatch):
             assert is_mxnet2() or trainer._optimizer._all_index_update_counts == {0: {0: 6}}
         else:
             assert trainer.steps.update.counts() == {0: 3}
-            assert mgpu.data_parallel.replica_difference(net) == 0.0
+            assert mgpu.replica_difference(net) == 0.0
 
 
 DOT = """

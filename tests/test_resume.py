@@ -197,7 +197,7 @@ def test_on_another_number_of_devices(tmp_path, optimizer, before, after):
     whole = World([mx.cpu(i) for i in range(before)], optimizer, normalize=False, dropout=0.0)
     rows = rows_of(whole.fit([]))
     assert largest_difference(weights_of(whole.net), weights_of(world.net)) <= 1e-5
-    assert mgpu.data_parallel.replica_difference(world.net) == 0.0
+    assert mgpu.replica_difference(world.net) == 0.0
     for mine, other in zip(rows, found):
         assert mine == pytest.approx(other, abs=1e-5)
 

@@ -234,7 +234,7 @@ def trained(ctx, sizes, **options):
             losses = [loss(net(features), label) for features, label in zip(Xs, ys)]
         trainer.backward(losses)
         trainer.step(loss.num_units(y))
-    assert mgpu.data_parallel.replica_difference(net) == 0
+    assert mgpu.replica_difference(net) == 0
     return net
 
 

@@ -156,7 +156,7 @@ def test_a_layer_that_no_batch_reaches_costs_one_look():
         X = np.ones((size, 2), "float32")
         mgpu.train_batch(net, loss, trainer, X, X[:, :1], ignore_stale_grad=True)
     assert Lazy.predicted == 2
-    assert mgpu.data_parallel.replica_difference(net[0]) == 0.0
+    assert mgpu.replica_difference(net[0]) == 0.0
 
 
 @pytest.mark.parametrize(

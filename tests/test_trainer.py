@@ -36,7 +36,7 @@ def test_it_takes_a_block_or_parameters(form):
     params = net.collect_params()
     given = {"block": net, "ParameterDict": params, "dict": dict(params.items()), "list": list(params.values())}[form]
     train(net, mgpu.Trainer(given, "sgd", {"learning_rate": 0.1}), small_batches([5] * 2))
-    assert mgpu.data_parallel.replica_difference(net) == 0.0
+    assert mgpu.replica_difference(net) == 0.0
     reference = small_net(CTX)
     train(reference, mgpu.Trainer(reference, "sgd", {"learning_rate": 0.1}), small_batches([5] * 2))
     assert largest_difference(weights_of(net), weights_of(reference)) == 0.0
@@ -64,7 +64,7 @@ def test_every_optimizer_keeps_replicas_and_saves_its_states(optimizer, params, 
         trainer = mgpu.Trainer(second, optimizer, dict(params))
         trainer.load_states(str(tmp_path / "states"))
         train(second, trainer, batches[2:])
-        assert mgpu.data_parallel.replica_difference(second) == 0.0
+        assert mgpu.replica_difference(second) == 0.0
         assert largest_difference(weights_of(second), weights_of(straight)) <= bound
 
 
@@ -234,7 +234,7 @@ def test_a_network_that_changes_under_its_trainer():
     net[0].weight.set_data(nd.zeros(net[0].weight.shape))
     before = [param.data(CTX[1]).asnumpy() for param in net.collect_params().values()]
     train(net, trainer, small_batches([4]))
-    assert mgpu.data_parallel.replica_difference(net) == 0.0
+    assert mgpu.replica_difference(net) == 0.0
     assert largest_difference(before, weights_of(net)) < 1.0
     reset_ctx(net, [mx.cpu(2)])
     with autograd.record():
@@ -394,7 +394,7 @@ def test_unused_parameters_are_left_alone(arrays):
     assert changed == [True, True, True, True, False, False]
     net.head = 1
     mgpu.train_batch(net, LOSS, trainer, X, y)
-    assert mgpu.data_parallel.replica_difference(net) == 0.0
+    assert mgpu.replica_difference(net) == 0.0
     with pytest.raises(StaleGradientError, match="find_unused_parameters=True"):
         trainer.step(4)  # nothing was passed back at all
     plain = mgpu.Trainer(net, "sgd")
@@ -415,4 +415,4 @@ def test_the_largest_difference_of_replicas():
     net = initialized(nn.Dense(1, in_units=2), [mx.cpu(i) for i in range(3)], mx.init.One())
     net.weight.data(mx.cpu(1))[:] = nd.array([[1.5, -1]])
     net.bias.data(mx.cpu(2))[:] = 0.25
-    assert mgpu.data_parallel.replica_difference(net) == 2.0
+    assert mgpu.replica_difference(net) == 2.0

@@ -26,7 +26,7 @@ def assert_hidden(num_devices, batches, optimizer, arrays, *, hybridize="plain",
     """Train on so many devices: the weights are those of the loop on one."""
     net = small_net([mx.cpu(i) for i in range(num_devices)], hybridize=HYBRIDIZE[hybridize])
     train(net, mgpu.Trainer(net, *OPTIMIZERS[optimizer]), small_batches(BATCHES[batches]), **options)
-    assert mgpu.data_parallel.replica_difference(net) == 0.0
+    assert mgpu.replica_difference(net) == 0.0
     assert largest_difference(weights_of(net), reference(batches, optimizer, arrays is mx.np)) <= atol
 
 

@@ -66,7 +66,7 @@ def test_ema_is_that_of_numpy(devices, arrays):
         if n == 3:
             assert_close(notes.tested[0], expected)
     assert_close(weights(net), expected)
-    assert average.num_updates == 8 and mgpu.data_parallel.replica_difference(net) == 0.0
+    assert average.num_updates == 8 and mgpu.replica_difference(net) == 0.0
     result = mgpu.evaluate(net, DATA, loss=LOSS)
     assert history.rows[-1]["test_loss"] == pytest.approx(result["loss"], abs=1e-6)
 
@@ -136,7 +136,7 @@ def test_resumed_on_another_number_of_devices(tmp_path):
         average = mgpu.WeightAverage("ema", decay=DECAY)
         net, _, _ = run([mx.cpu(i) for i in range(k)], average, epochs=epochs, callbacks=[saves], resume="auto")
     assert_close(weights(net), weights(expected), tolerance=1e-5)
-    assert mgpu.data_parallel.replica_difference(net) == 0.0
+    assert mgpu.replica_difference(net) == 0.0
 
 
 def test_one_operation_per_device(monkeypatch):

@@ -3,7 +3,6 @@
 ```
 splits           plan_shards, split_data, Batch
 BatchNorm        convert_sync_batchnorm, revert_sync_batchnorm, SyncBatchNorm, forward_shards
-replicas         replica_difference, precision_of
 ```
 """
 

@@ -141,8 +141,8 @@ class CompiledPasses(Passes):
             executor.backward(scale)
         if queued.found is None:  # until the parameters change, it is the same for each batch of this form
             queued.found = trainer.steps.recorder.by_graphs(self._params, examples_of(losses, {}))
-            own, contexts = set(map(id, trainer.params)), [executor.context for executor in queued.executors]
-            others = [param for key, param in self._params.items() if key not in own and param.grad_req != "null"]
+            trained, contexts = set(map(id, trainer.params)), [executor.context for executor in queued.executors]
+            others = [param for key, param in self._params.items() if key not in trained and param.grad_req != "null"]
             queued.others = Flags([param.data(context) for param in others for context in contexts])
         queued.others.set()
         return queued.found

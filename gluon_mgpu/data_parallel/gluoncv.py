@@ -35,9 +35,9 @@ class _Parallel:
         self._batch_axis = batch_axis
         if ctx_list is not None:
             check_contexts(ctx_list, self._name)
-            self._place(module, list(ctx_list))
+            self._move_params(module, list(ctx_list))
 
-    def _place(self, module: Any, contexts: List[Context]) -> None:
+    def _move_params(self, module: Any, contexts: List[Context]) -> None:
         """Do nothing: a loss has no parameters."""
 
     def _split(self, data: Call, contexts: Sequence[Context]) -> List[Call]:
@@ -118,7 +118,7 @@ class DataParallelModel(_Parallel):
     Source: the signature and the form of the outputs are those of `gluoncv.utils.parallel.DataParallelModel`.
     """
 
-    def _place(self, module: Any, contexts: List[Context]) -> None:
+    def _move_params(self, module: Any, contexts: List[Context]) -> None:
         """Move the network's parameters to these devices if they are on others."""
         if not hasattr(module, "collect_params"):
             raise TrainerError(
@@ -222,8 +222,8 @@ class DataParallelCriterion(_Parallel):
             )
         calls = []
         for output, (args, named) in zip(inputs, shards):
-            own = output if isinstance(output, (list, tuple)) else (output,)
-            calls.append(((*own, *args), named))
+            outputs = output if isinstance(output, (list, tuple)) else (output,)
+            calls.append(((*outputs, *args), named))
         losses = self._on_each(calls)
         # If a loss returns several, GluonCV returns them on one device, and one tuple per device on more.
         return _as_tuple(losses[0]) if losses and len(self.ctx_list) == 1 else tuple(losses)

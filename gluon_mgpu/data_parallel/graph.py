@@ -126,9 +126,9 @@ def trace(net: gluon.Block, loss: Any, X: Any, y: Any) -> Graph:
         Tracing failed.
     """
     is_legacy = isinstance(net, PreparesInputs)
-    own = own_method(net)
-    if own and not (is_legacy or isinstance(net, gluon.SymbolBlock)):
-        raise NotCompilableError(f"it has a {own}() of its own, in Python")
+    method = own_method(net)
+    if method and not (is_legacy or isinstance(net, gluon.SymbolBlock)):
+        raise NotCompilableError(f"it has a {method}() of its own, in Python")
     with mx.util.np_array(mx.util.is_np_array() and not is_legacy):
         try:
             return _traced(net, loss, preparation(net)(X), y, is_legacy)
@@ -170,8 +170,8 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
             raise NotCompilableError(f"the loss returns {short(losses)}; expected one array")
         names += labels
         symbol = [losses.as_nd_ndarray(), *map(mx.sym.BlockGrad, heads)]
-    group = mx.sym.Group(symbol)
-    document = json.loads(group.tojson())
+    joined = mx.sym.Group(symbol)
+    document = json.loads(joined.tojson())
     nodes = document["nodes"]
     operators = {node["op"] for node in nodes}
     if "Custom" in operators:
@@ -180,15 +180,15 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
         if mode != FOREACH:
             raise NotCompilableError(f"MXNet computes wrong gradients of {name} ({mode}) in a graph, also after hybridize()")
     params = {**net.collect_params(), **(loss.collect_params() if loss is not None else {})}
-    used = {name: params[name] for name in group.list_inputs() if name in params}
-    unknown = set(group.list_inputs()).difference(names, used)
+    used = {name: params[name] for name in joined.list_inputs() if name in params}
+    unknown = set(joined.list_inputs()).difference(names, used)
     if unknown:
         raise NotCompilableError(f"the graph reads {', '.join(sorted(unknown))}, which no layer holds")
     bulk_sizes = {name: size for name, size in options_of(net).items() if name.endswith("_bulk_size")}
     draws, is_recurrent = any(map(may_draw, nodes)), "RNN" in operators
     is_plain = not is_legacy and all(map(is_device_array, arguments)) and out_form == 0
     is_plain = is_plain and (loss is None or is_device_array(y))
-    return Graph(group, names, used, is_recurrent, draws, bulk_sizes, is_plain, out_form)
+    return Graph(joined, names, used, is_recurrent, draws, bulk_sizes, is_plain, out_form)
 
 
 _RANDOM = re.compile(
@@ -243,8 +243,8 @@ def reasons_against(net: Any, loss: Any, *, traced_once: bool) -> Iterator[str]:
     if is_mxnet2():
         yield "MXNet 2 has no executors"
         return
-    parts = [("the network", net)] + [("the loss", loss)] * (loss is not None)
-    for what, block in parts:
+    blocks = [("the network", net)] + [("the loss", loss)] * (loss is not None)
+    for what, block in blocks:
         makes_graph = isinstance(block, (PreparesInputs, HasGraph))
         if not makes_graph and not isinstance(block, gluon.HybridBlock):
             yield f"{what} is a {type(block).__name__}, not a HybridBlock"
@@ -253,7 +253,7 @@ def reasons_against(net: Any, loss: Any, *, traced_once: bool) -> Iterator[str]:
             yield f"{what} has a {own_method(block)}() of its own, in Python"
         if not (traced_once or is_hybridized(block) or is_known):
             yield f"{what} is not hybridized"
-    for block in [one for _, part in parts for one in blocks_of(part)]:  # what of one block needs Python in each call
+    for block in [one for _, root in blocks for one in blocks_of(root)]:  # what of one block needs Python in each call
         named = f"{block.name} ({type(block).__name__})"
         if has_hooks(block):
             yield f"{named} has hooks"

@@ -24,8 +24,10 @@ def class_axis(loss: Any) -> Optional[int]:
     """
     if isinstance(loss, HasClassLabels):
         return -1
-    own = isinstance(loss, _CLASSES) and all(getattr(type(loss), name, None) is getattr(_CLASSES, name, None) for name in _CALLED)
-    return classes_of(loss) if own and "forward" not in vars(loss) else None
+    if not isinstance(loss, _CLASSES) or "forward" in vars(loss):
+        return None
+    is_other = any(getattr(type(loss), name, None) is not getattr(_CLASSES, name, None) for name in _CALLED)
+    return None if is_other else classes_of(loss)
 
 
 _CALLED = ("__call__", "forward", "hybrid_forward")

@@ -17,7 +17,7 @@ from ..runtime.environment import require
 
 @dataclass(eq=False)
 class Exchange:
-    """The values that all tasks passed at one place.
+    """The values that all tasks passed at one point.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ def run_in_lockstep(tasks: Sequence[Callable[[], Any]]) -> List[Any]:
     Raises
     ------
     StepError
-        A task has ended or waits at another place while others exchange values. All are stopped.
+        A task has ended or waits at another point while others exchange values. All are stopped.
     MissingExtraError
         The package greenlet is not installed.
     Exception
@@ -86,17 +86,19 @@ def run_in_lockstep(tasks: Sequence[Callable[[], Any]]) -> List[Any]:
     return results
 
 
-def exchange(place: Any, value: Any) -> Exchange:
-    """Wait at a place for the other tasks, and return the values of all. Outside of `run_in_lockstep` there is one task.
+def exchange(point: Any, value: Any) -> Exchange:
+    """Wait at a point, such as a layer, for the other tasks, and return the values of all.
+
+    Outside of `run_in_lockstep` there is one task.
 
     Raises
     ------
     StepError
-        Other tasks have ended or wait at another place.
+        Other tasks have ended or wait at another point.
     """
     if not is_in_lockstep():
         return Exchange([value])
-    return require("greenlet", "sync", "SyncBatchNorm").getcurrent().parent.switch((place, value))
+    return require("greenlet", "sync", "SyncBatchNorm").getcurrent().parent.switch((point, value))
 
 
 def defer(function: Callable[[], Any]) -> None:
@@ -116,12 +118,12 @@ _here = threading.local()  # .deferred: a list while tasks run
 
 
 def _joint_exchange(found: Sequence[Optional[Tuple[Any, Any]]]) -> Optional[Exchange]:
-    """Return the exchange of tasks that wait with (place, value), None if all have ended; raise if their places differ."""
+    """Return the exchange of tasks that wait with (point, value), None if all have ended; raise if their points differ."""
     if not any(found):
         return None
-    places = ["the end" if one is None else one[0] for one in found]
-    if any(place is not places[0] for place in places):
-        names = ", ".join(str(getattr(place, "name", place)) for place in places)
+    points = ["the end" if one is None else one[0] for one in found]
+    if any(point is not points[0] for point in points):
+        names = ", ".join(str(getattr(point, "name", point)) for point in points)
         raise StepError(
             f"train_batch: got shards that are at {names}; expected all at one layer, to compute the statistics of the batch. "
             "Send every shard through the same layers, or call revert_sync_batchnorm(net)."

@@ -177,10 +177,10 @@ def raise_named(error: Exception, operation: str, what: str, shard: int, X: Any,
     if not is_of_mxnet(error):
         raise error
     found = [leaf for _, leaf in (*leaves(X), *leaves(y)) if is_device_array(leaf)]
-    places = ", ".join(sorted({str(leaf.context) for leaf in found}))
+    devices = ", ".join(sorted({str(leaf.context) for leaf in found}))
     shapes = short([tuple(leaf.shape) for leaf in found])
     advice = advice_for(error, "Let a network of several inputs take one tuple, or try one example on one device.")
     raise StepError(
-        f"{operation}: got an error of the {what} for shard {shard} on {places}, shapes {shapes}: {reason_of(error)}; expected "
+        f"{operation}: got an error of the {what} for shard {shard} on {devices}, shapes {shapes}: {reason_of(error)}; expected "
         f"data that it accepts. {advice}"
     ) from error

@@ -60,13 +60,13 @@ def form_of(data: Any) -> Optional[Hashable]:
     if is_device_array(data):
         context = data.context
         return type(data), data.shape, data.dtype, context.device_typeid, context.device_id  # the type tells of sparse ones
-    parts = []
+    forms = []
     for path, leaf in leaves(data):
         form = form_of(leaf) if isinstance(leaf, (np.ndarray, mx.nd.NDArray)) else None
         if form is None:
             return None
-        parts.append((path, form))
-    return tuple(parts)
+        forms.append((path, form))
+    return tuple(forms)
 
 
 class Plan:
@@ -176,22 +176,22 @@ class Planner:
         if self._num_units is None or not plan.num_examples:
             return plan.num_examples, None
         checked = partial(whole_number, self._operation, "num_units(y) of the loss", advice="Leave out the batch.")
-        total = own = checked(self._num_units(y))
+        total = here = checked(self._num_units(y))
         if process_shard()[1] > 1:
             assert plan.slices is not None, "a function cannot divide a batch of several processes"
-            part = plan.slices.own_part(y, self._split.label_axis)
-            own = 0 if part is None else checked(self._num_units(part), low=0)
-        return total, own
+            labels = plan.slices.shard_of_process(y, self._split.label_axis)
+            here = 0 if labels is None else checked(self._num_units(labels), low=0)
+        return total, here
 
     def _make(self, X: Any, y: Any) -> Plan:
-        split, parts = self._split, None
+        split, slices = self._split, None
         if split.function is not None and process_shard()[1] > 1:
             raise refusal(self._operation, "several processes", "a split of your own", f"split_f={short(split.function)}")
         self._check_axis(y)
         casts = isinstance(self._loss, gluon.loss.Loss) and getattr(y, "dtype", np.bool_) == np.bool_
         if split.function is None:
-            parts = SplitPlan("split_batch", Fields((X, y)), self._devices, split, is_prepared=True)
-        return Plan(parts, casts_labels=casts)
+            slices = SplitPlan("split_batch", Fields((X, y)), self._devices, split, is_prepared=True)
+        return Plan(slices, casts_labels=casts)
 
     def _by_function(self, X: Any, y: Any) -> Shards:
         assert self._split.function is not None, "otherwise the plan divides"

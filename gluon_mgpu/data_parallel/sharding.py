@@ -18,7 +18,7 @@ from ..devices.select import check_contexts
 from ..devices.transfer import new_array, new_array_at_once, on_device
 from ..distributed.membership import group, has_own_batches, process_shard
 from ..errors import ShardError
-from ..mxnet_internals.array_parts import Place, slicer
+from ..mxnet_internals.array_parts import ShardRange, slicer
 from ..mxnet_internals.c_calls import slice_rows
 from ..nested import Array, Fields, host_array, is_device_array, joinable, leaves, map_leaves, with_leaves
 
@@ -141,7 +141,7 @@ def split_data(data: Any, num_slice: int, batch_axis: Any = 0, even_split: bool 
     num_slice = whole_number("split_data", "num_slice", num_slice, advice="Pass the number of devices.", error=ShardError)
     num_examples = count_examples("split_data", data, batch_axis)
     bounds = _bounds("split_data", num_examples, num_slice, Split(batch_axis, even_split))
-    return [_part(data, batch_axis, begin, end) for begin, end in bounds if end > begin]
+    return [_slice_data(data, batch_axis, begin, end) for begin, end in bounds if end > begin]
 
 
 def split_and_load(
@@ -274,7 +274,7 @@ class SplitPlan:
     ----------
     num_examples : int
         Over all processes that share the batch.
-    places : list of (int, int, Context)
+    ranges : list of (int, int, Context)
         The shards of this process that hold examples: their bounds along the batch axis, and their devices.
     """
 
@@ -290,14 +290,14 @@ class SplitPlan:
             split = replace(split, weights=list(split.weights) * num_processes)
         self.num_examples = count_examples(operation, data, split.batch_axis)
         bounds = _bounds(operation, self.num_examples, num_here * num_processes, split)[rank * num_here : (rank + 1) * num_here]
-        self.places = [(*pair, contexts[i // each]) for i, pair in enumerate(bounds) if pair[1] > pair[0]]
+        self.ranges = [(*pair, contexts[i // each]) for i, pair in enumerate(bounds) if pair[1] > pair[0]]
         found = leaves_and_axes(data, split.batch_axis)
-        self._loads = [_loads(operation, *one, self.places, split, is_prepared) for one in found]
+        self._loads = [_loads(operation, *one, self.ranges, split, is_prepared) for one in found]
         self._is_flat = type(data) in (tuple, Fields) and all(isinstance(one, (mx.nd.NDArray, np.ndarray)) for one in data)
 
     def shards(self, data: Any) -> List[Any]:
         """Return the shards of a batch of this form, in its nesting."""
-        return [with_leaves(data, parts) for parts in zip(*self._columns(data))]
+        return [with_leaves(data, arrays) for arrays in zip(*self._columns(data))]
 
     def pair(self, X: Any, y: Any) -> Shards:
         """Return the shards of features and of labels."""
@@ -308,9 +308,9 @@ class SplitPlan:
         shards = self.shards(data)
         return [shard[0] for shard in shards], [shard[1] for shard in shards]
 
-    def own_part(self, data: Any, batch_axis: Any) -> Any:
-        """Return this process's part of a batch or its label, on its own device; None if it has none."""
-        return _part(data, batch_axis, self.places[0][0], self.places[-1][1]) if self.places else None
+    def shard_of_process(self, data: Any, batch_axis: Any) -> Any:
+        """Return this process's shard of a batch or its label, on its own device; None if it has none."""
+        return _slice_data(data, batch_axis, self.ranges[0][0], self.ranges[-1][1]) if self.ranges else None
 
     def _columns(self, data: Any) -> List[List[Array]]:
         processes = group() if self._is_shared else None
@@ -322,27 +322,27 @@ class SplitPlan:
 
 
 def _loads(
-    operation: str, path: str, leaf: Array, axis: int, places: List[Place], split: Split, is_prepared: bool
+    operation: str, path: str, leaf: Array, axis: int, ranges: List[ShardRange], split: Split, is_prepared: bool
 ) -> Callable[[Array], List[Array]]:
-    """Return a function that returns the parts of such an array, each on its device."""
+    """Return a function that returns the shards of such an array, each on its device."""
     if type(leaf) is mx.nd.NDArray and leaf.dtype == np.bool_:
-        load = _loads(operation, path, leaf.astype("float32"), axis, places, split, is_prepared)
+        load = _loads(operation, path, leaf.astype("float32"), axis, ranges, split, is_prepared)
         return lambda leaf: load(leaf.astype("float32"))
     is_array = isinstance(leaf, (np.ndarray, mx.nd.NDArray))
     if is_prepared and is_array and not (split.virtual and is_device_array(leaf)) and axis % len(leaf.shape) == 0:
         wanted = leaf.dtype if is_device_array(leaf) else _dtype_of(leaf)
-        prepared = slicer(leaf, places, wanted)
+        prepared = slicer(leaf, ranges, wanted)
         if prepared is not None:
             return prepared
 
     make = new_array_at_once if is_prepared else new_array
 
-    def part(leaf: Array, begin: int, end: int, context: Context) -> Array:
+    def shard(leaf: Array, begin: int, end: int, context: Context) -> Array:
         found = _slice_leaf(leaf, begin, end, axis)
         loaded = _load(operation, path, found, context, make)
         return loaded.copy() if split.virtual and loaded is found else loaded
 
-    return lambda leaf: [part(leaf, *place) for place in places]
+    return lambda leaf: [shard(leaf, *one) for one in ranges]
 
 
 def _checksum(labels: Any) -> int:
@@ -377,7 +377,7 @@ def leaves_and_axes(data: Any, batch_axis: Any) -> List[Leaf]:
     return found
 
 
-def _part(data: Any, batch_axis: Any, begin: int, end: int) -> Any:
+def _slice_data(data: Any, batch_axis: Any, begin: int, end: int) -> Any:
     return map_leaves(lambda path, leaf, axis: _slice_leaf(leaf, begin, end, axis), data, batch_axis)
 
 
@@ -444,17 +444,17 @@ def _load(operation: str, path: str, leaf: Array, ctx: Context, make: Callable[.
 
 
 def _concatenate(ctx: Optional[Context], path: str, first: Array, axis: Any, *others: Array) -> Array:
-    parts = [first, *others]
-    on_host = not any(is_device_array(part) for part in parts)
-    kinds = {(type(part), getattr(part, "dtype", None)) for part in parts}
-    shapes = [_shape("gather", path, part, axis) for part in parts]
+    arrays = [first, *others]
+    on_host = not any(is_device_array(one) for one in arrays)
+    kinds = {(type(one), getattr(one, "dtype", None)) for one in arrays}
+    shapes = [_shape("gather", path, one, axis) for one in arrays]
     if len({shape[:axis] + shape[axis:][1:] for shape in shapes}) > 1 or (len(kinds) > 1 and not on_host):
-        raise ShardError(f"gather: got {short(parts)} for {path}; expected {_EQUAL}. {_CAST}")
+        raise ShardError(f"gather: got {short(arrays)} for {path}; expected {_EQUAL}. {_CAST}")
     if on_host:
-        joined = np.concatenate(parts, axis=axis)
+        joined = np.concatenate(arrays, axis=axis)
         return joined if ctx is None else _load("gather", path, joined, ctx)
-    target = ctx or parts[0].context
-    moved = [part.as_in_context(target) for part in parts]
+    target = ctx or arrays[0].context
+    moved = [one.as_in_context(target) for one in arrays]
     if len(moved) == 1:
         return moved[0]
     with explaining("gather", f"an error for {path}", _EQUAL, advice=_CAST, error=ShardError):

@@ -44,7 +44,7 @@ class StatsOfParts:
         self.arrays: List[Array] = [slab.weights[slab.contexts.index(context)].as_nd_ndarray() for slab in slabs]
         self.before: List[Array] = []
 
-    def begin(self) -> None:
+    def remember(self) -> None:
         """Note the values before a batch."""
         self.before = [array.copy() for array in self.arrays]
 

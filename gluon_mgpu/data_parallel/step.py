@@ -300,13 +300,13 @@ class TrainStep:
         if plan.is_new and len(Xs) < len(trainer.contexts):
             check_shards(self._operation, self._net, len(Xs))
         if self._open and plan.is_new:  # batches of another form may reach other layers
-            self._begin(X, y, Xs, ys)
+            self._first_batch(X, y, Xs, ys)
         trainer.steps.fresh.follow()  # graphs of the coming pass must not write into former arrays
         outputs, losses, found = passes.run(self._operation, Xs, ys, plan, trainer, on_phase)
         if plan.is_new and self._check is not None:
             self._check(outputs, ys)
         checks = planner.check_labels(plan, outputs, y)
-        divisor, own_units = planner.count(plan, losses, y, ys, is_compiled=passes.is_compiled)
+        divisor, num_units = planner.count(plan, losses, y, ys, is_compiled=passes.is_compiled)
         on_phase("update")
         trainer.steps.take(found)
         if self._others and (passes.in_parts or self._micro_steps > 1):
@@ -323,9 +323,9 @@ class TrainStep:
             for check in late:
                 check()
         known = plan if passes.is_compiled and plan.slices else None
-        return Batch(outputs, ys, losses, plan.num_examples, own_units, passes.shard_numbers, known, checks)
+        return Batch(outputs, ys, losses, plan.num_examples, num_units, passes.shard_numbers, known, checks)
 
-    def _begin(self, X: Any, y: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
+    def _first_batch(self, X: Any, y: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
         """Let the first batch decide the shapes of parameters that layers leave open."""
         trainer = self._trainer
         trainer.steps.resolve_shapes()
@@ -343,8 +343,8 @@ class TrainStep:
         if group() is not None and isinstance(compared, WeakSet) and self._net not in compared:
             compared.add(self._net)
             check_others(self._operation, self._net, trainer.params)
-        own = set(map(id, trainer.params))
-        self._others = [param for param in params if id(param) not in own]
+        trained = set(map(id, trainer.params))
+        self._others = [param for param in params if id(param) not in trained]
         trainer.steps.running_stats.add(running_stats(self._net))
 
 

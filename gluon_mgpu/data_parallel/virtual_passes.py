@@ -63,7 +63,7 @@ class VirtualPasses(Passes):
         rank, num_processes = process_shard()
         num_here = self._num_shards // num_processes
         first = rank * num_here
-        self.shard_numbers = [(first + place) // self._parts for place in range(count)]
+        self.shard_numbers = [(first + index) // self._parts for index in range(count)]
         return num_here, first
 
     def run(
@@ -84,29 +84,29 @@ class VirtualPasses(Passes):
         stats = self._stats_of(contexts, buffers)
         each = num_here // len(contexts)
         passes: List[Pass] = []
-        for place in sorted(range(len(Xs)), key=lambda place: place % each):  # each device's first one, then the second ones
-            replica = place // each
+        for index in sorted(range(len(Xs)), key=lambda index: index % each):  # each device's first one, then the second ones
+            replica = index // each
             if self._inner.draws is not False:
-                mx.random.seed(virtual.seed_of(first + place), contexts[replica])
-            if place % each == 0 or not self._inner.is_compiled:  # a graph always writes the same gradients
+                mx.random.seed(virtual.seed_of(first + index), contexts[replica])
+            if index % each == 0 or not self._inner.is_compiled:  # a graph always writes the same gradients
                 with autograd.pause():
                     for buffer in buffers:
                         zero(buffer.gradients[replica])
-            (output,), (loss,), found = self._inner.run(operation, [Xs[place]], [ys[place]], None, trainer)
+            (output,), (loss,), found = self._inner.run(operation, [Xs[index]], [ys[index]], None, trainer)
             passes.append(found)
-            outputs[place] = map_leaves(lambda _, leaf: leaf.detach() if is_device_array(leaf) else leaf, output)
-            losses[place] = loss.detach()
+            outputs[index] = map_leaves(lambda _, leaf: leaf.detach() if is_device_array(leaf) else leaf, output)
+            losses[index] = loss.detach()
             with autograd.pause():
                 moved = stats[replica].take(loss.shape[0] if loss.shape else 1)
-            tree.add(first + place, replica, gradients[replica] + moved)
+            tree.add(first + index, replica, gradients[replica] + moved)
         if any(map(has_values, shapeless)):
             raise refusal(operation, "virtual_shards", "layers that only training reaches")
         with autograd.pause():
             num_leaves = min(self._num_shards, plan.num_examples)
             root = tree.finish(num_leaves, self._num_shards, gradients[0] + stats[0].before)
             means = [one / plan.num_examples for one in root[len(gradients[0]) :]]
-            for own, context in zip(stats, contexts):
-                own.move([mean.as_in_context(context) for mean in means])
+            for one, context in zip(stats, contexts):
+                one.move([mean.as_in_context(context) for mean in means])
         mx.random.seed(virtual.seed_of(self._num_shards))  # what a program draws after the batch does not depend on the devices
         virtual.batches += 1
         return outputs, losses, trainer.steps.recorder.joined(passes)
@@ -119,6 +119,6 @@ class VirtualPasses(Passes):
             slabs = statistics_slabs(self._params)
             self._known = [buffers, *map(values_of, self._params)]
             self._stats = [StatsOfParts(slabs, context, buffers) for context in contexts]
-        for own in self._stats:
-            own.begin()
+        for stats in self._stats:
+            stats.remember()
         return self._stats

@@ -16,7 +16,7 @@ from ..data_parallel.sharding import Split, SplitFunction, split_batch
 from ..data_parallel.step import Batch, check_network
 from ..data_parallel.virtual_passes import VirtualPasses
 from ..devices.select import check_contexts
-from ..mxnet_internals.array_parts import Place
+from ..mxnet_internals.array_parts import ShardRange
 from ..protocols import HasEvaluation
 from ..trainer.parameters import average_replicas, devices_of
 from ..trainer.replica_check import ReplicaComparison
@@ -133,7 +133,7 @@ class EvalStep:
     def __init__(self, operation: str, loss: Any, devices: Sequence[Context], split: Split, passes: Passes) -> None:
         if loss is not None:
             check_function(operation, "loss", loss, advice="Pass a loss of gluon.loss, or None.")
-        self.places: List[Place] = []  # the shards of the latest batch, if its plan tells
+        self.ranges: List[ShardRange] = []  # the shards of the latest batch, if its plan tells
         self._operation, self._passes, self._split = operation, passes, split
         self._planner = Planner(operation, loss, replace(split, trains=False), devices)
 
@@ -149,7 +149,7 @@ class EvalStep:
         outputs, losses = passes.forward(self._operation, Xs, ys, plan)
         checks = planner.check_labels(plan, outputs, y)
         _, own_units = planner.count(plan, losses, y, ys, is_compiled=passes.is_compiled)
-        self.places = plan.slices.places if plan.slices is not None else []
+        self.ranges = plan.slices.ranges if plan.slices is not None else []
         known = plan if passes.is_compiled and plan.slices else None
         return Batch(outputs, ys, losses, plan.num_examples, own_units, passes.shard_numbers, known, checks)
 

@@ -191,7 +191,7 @@ def _queue(step: EvalStep, X: Any, number: int, output_axis: Any) -> List[Output
         outputs = step(X, None).outputs
     found = []
     with autograd.pause():
-        for output, (begin, end, context) in zip(outputs, step.places):
+        for output, (begin, end, context) in zip(outputs, step.ranges):
             keep = partial(_kept, size=end - begin, number=number, shared=shared)
             found.append((context, map_leaves(keep, output, output_axis, path="output")))
     return found

@@ -16,12 +16,12 @@ from ..nested import Array
 from .c_calls import Copy, creation
 from .versions import is_mxnet2
 
-Place = Tuple[int, int, Context]  # the part [begin, end) of a batch, and where it goes
+ShardRange = Tuple[int, int, Context]  # a shard: its bounds [begin, end) in the batch, and its device
 
 _FREE, _MEMORY, _SLICE = _LIB.MXNDArrayFree, _LIB.MXNDArrayGetData, _LIB.MXNDArraySlice
 
 
-def slicer(array: Array, places: Sequence[Place], dtype: Any) -> Optional[Callable[[Any], List[Array]]]:
+def slicer(array: Array, ranges: Sequence[ShardRange], dtype: Any) -> Optional[Callable[[Any], List[Array]]]:
     """Return a function that returns parts along axis 0 of arrays like this one, each on its device; None where that cannot be.
 
     It does not wait for devices. A part that is on its device already is a view.
@@ -30,29 +30,29 @@ def slicer(array: Array, places: Sequence[Place], dtype: Any) -> Optional[Callab
     ----------
     array : numpy.ndarray or NDArray
         The form: type, dtype, shape and device.
-    places : list of (int, int, Context)
+    ranges : list of (int, int, Context)
     dtype : numpy.dtype
         Of the parts. That of MXNet's arrays stays.
     """
     is_host, kind = isinstance(array, np.ndarray), type(array)
     if is_host:
         kind = mx.np.ndarray if mx.util.is_np_array() else mx.nd.NDArray
-    needs_pinned = is_host and any(context.device_type != "cpu" for _, _, context in places)
+    needs_pinned = is_host and any(context.device_type != "cpu" for _, _, context in ranges)
     is_known = np.dtype(dtype).isnative and np.dtype(dtype).type in _DTYPE_NP_TO_MX and kind in (mx.nd.NDArray, mx.np.ndarray)
     if needs_pinned or not is_known or not 0 < np.prod(array.shape, dtype=float) < 2**31 or is_mxnet2():
         return None
-    if not is_host and places == [(0, len(array), array.context)]:
+    if not is_host and ranges == [(0, len(array), array.context)]:
         return lambda whole: [whole]
     prepared = []
-    for begin, end, context in places:
+    for begin, end, context in ranges:
         create = creation((end - begin, *array.shape[1:]), context, dtype, delayed=not is_host)
         prepared.append((begin, end, create if is_host or array.context != context else None))
     return partial(_of_host, prepared, kind, np.dtype(dtype)) if is_host else partial(_of_device, prepared, kind, Copy())
 
 
-def _of_host(places: List[Any], kind: Any, dtype: np.dtype, array: np.ndarray) -> List[Array]:
+def _of_host(ranges: List[Any], kind: Any, dtype: np.dtype, array: np.ndarray) -> List[Array]:
     parts, memory = [], ctypes.c_void_p()
-    for begin, end, create in places:
+    for begin, end, create in ranges:
         part = np.ascontiguousarray(array[begin:end], dtype)
         handle = NDArrayHandle()
         # the memory is new: no operation uses it
@@ -63,9 +63,9 @@ def _of_host(places: List[Any], kind: Any, dtype: np.dtype, array: np.ndarray) -
     return parts
 
 
-def _of_device(places: List[Any], kind: Any, copy: Copy, array: Array) -> List[Array]:
+def _of_device(ranges: List[Any], kind: Any, copy: Copy, array: Array) -> List[Array]:
     parts, status = [], 0
-    for begin, end, create in places:
+    for begin, end, create in ranges:
         part, handle = NDArrayHandle(), NDArrayHandle()
         status |= _SLICE(array.handle, begin, end, ctypes.byref(part))
         if create is None:  # it is there

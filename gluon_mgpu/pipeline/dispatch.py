@@ -255,9 +255,9 @@ class _Run:
         """Dispatch tasks, each with the micro-batches of its replica; move the running statistics, and return their examples."""
         examples: Dict[Context, int] = {}
         stages = {stage: micro_batches for stage, _, micro_batches in tasks}
-        self._moves = {stage: [] for stage, own in stages.items() if stage.stats.arrays and len(own) > 1}
+        self._moves = {stage: [] for stage, ones in stages.items() if stage.stats.arrays and len(ones) > 1}
         for stage in self._moves:
-            stage.stats.begin()
+            stage.stats.remember()
         try:
             for stage, task, micro_batches in tasks:
                 self._dispatch(stage, task, micro_batches[task.micro_batch])
@@ -265,8 +265,8 @@ class _Run:
             for stage in self._moves:  # undo all that the batch has changed, except for gradients
                 stage.stats.put_back()
             raise
-        for stage, own in stages.items():
-            examples[stage.device] = sum(sum(one.sizes) or int((*one.results[0][1].shape, 1)[0]) for one in own)
+        for stage, ones in stages.items():
+            examples[stage.device] = sum(sum(one.sizes) or int((*one.results[0][1].shape, 1)[0]) for one in ones)
             if self._moves.get(stage):
                 stage.stats.move([mx.nd.add_n(*parts) / examples[stage.device] for parts in zip(*self._moves[stage])])
         return examples

@@ -119,10 +119,10 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         self.micro_batches = whole_number("Pipeline", "micro_batches", micro_batches, advice="4 for each stage is usual.")
         one_of("Pipeline", "schedule", schedule, SCHEDULES, advice="'1f1b' holds fewer activations.")
         self.schedule, self.recompute = schedule, flag("Pipeline", "recompute", recompute)
-        own = _checked_stages(stages)
-        self.devices = _checked_devices(ctx, own)
-        self.num_parts = len(self.devices[0]) - len(own) + 1
-        self.stages = Stages([*own, *own[-1:] * (self.num_parts - 1)], own.net, own.graph, own.costs)
+        given = _checked_stages(stages)
+        self.devices = _checked_devices(ctx, given)
+        self.num_parts = len(self.devices[0]) - len(given) + 1
+        self.stages = Stages([*given, *given[-1:] * (self.num_parts - 1)], given.net, given.graph, given.costs)
         self.num_stages = len(self.stages)
         self.replica_contexts = [devices[0] for devices in self.devices]
         self.all_contexts = list(dict.fromkeys(context for devices in self.devices for context in devices))
@@ -134,7 +134,7 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
                 "Pipeline: got BatchNorm in the data-parallel stage; expected it in the stages before, as its running statistics "
                 "are of whole micro-batches. Begin the stage behind the last BatchNorm."
             )
-        self._place()
+        self._move_params()
 
     def initialize(self, init: Any = None, ctx: Any = None, verbose: bool = False, force_reinit: bool = False) -> None:
         """Initialise the parameters on the devices of their stages.
@@ -184,8 +184,8 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
     def __repr__(self) -> str:
         lines = [f"Pipeline({self.micro_batches} micro-batches, {self.schedule}{', recompute' * self.recompute})"]
         for number, stage in enumerate(self.stages):
-            places = ", ".join(str(devices[number]) for devices in self.devices)
-            lines.append(f"  stage {number} on {places}: {len(stage.params())} parameters")
+            contexts = ", ".join(str(devices[number]) for devices in self.devices)
+            lines.append(f"  stage {number} on {contexts}: {len(stage.params())} parameters")
         return "\n".join(lines)
 
     def _contexts_of_params(self) -> Dict[gluon.Parameter, List[Context]]:
@@ -197,7 +197,7 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
                     found.setdefault(param, []).append(device)
         return {param: list(dict.fromkeys(contexts)) for param, contexts in found.items()}
 
-    def _place(self) -> None:
+    def _move_params(self) -> None:
         """Move the initialised parameters to the devices of their stages."""
         placed = self._contexts_of_params()
         unused = [name for name, param in structural_params(self).items() if param not in placed]

@@ -74,7 +74,7 @@ def split_stages(
     instance("split_stages", "net", net, gluon.Block, "a gluon.Block", advice="Pass the network.")
     whole_number("split_stages", "num_stages", num_stages, advice="Pass the number of devices.")
     one_of("split_stages", "balance", balance, ("time", "bytes"), advice="'time' measures the layers.")
-    own = _names_of(data_parallel, net)
+    names = _names_of(data_parallel, net)
     with own_batches():  # in a job too, each process has the whole sample
         (X,) = split_and_load(sample, devices_of(net)[:1])
     expected, advice = "features of one micro-batch", "Pass X of a batch."
@@ -82,29 +82,29 @@ def split_stages(
     with refused, autograd.pause(train_mode=False), forgetting_graphs(net):
         net(X)  # the first batch decides shapes
     layers = _layers(net)
-    if not own and (len(layers) > 1 or type(net) in _CONTAINERS):
+    if not names and (len(layers) > 1 or type(net) in _CONTAINERS):
         _check_number(num_stages, len(layers), "layers")
         return _stages_of_layers(net, layers, num_stages, X, balance)
     try:
         with autograd.record():
-            graph = trace(net, None, X, None)
+            traced = trace(net, None, X, None)
     except NotCompilableError as error:
         raise TrainerError(
             f"split_stages: got a {type(net).__name__} that cannot be divided: {error}; expected a Sequential, or a HybridBlock "
             "that can be traced. Pass your own list of Blocks to Pipeline."
         ) from error
-    cut = CutGraph(graph, own)
-    if own and not (cut.operators and cut.last):
+    graph = CutGraph(traced, names)
+    if names and not (graph.operators and graph.last):
         raise TrainerError(
             f"split_stages: got data_parallel={short(data_parallel)}, from which all or nothing of the network follows; expected "
             "layers near its output. Pass [net.output], or leave it out."
         )
-    places = _places(cut, max(num_stages, min(_MOST_PIECES, len(cut.operators))))
-    _check_number(num_stages, len(places) + 1, "operators on its input")
-    costs = _costs(cut.stages(places, net), X, balance)
-    count = len(places) + 1  # without the data-parallel one
-    chosen = _divide(costs[:count], num_stages, [cut.num_crossing(place) for place in places])
-    stages = cut.stages([places[at - 1] for at in chosen], net)
+    cuts = _cuts(graph, max(num_stages, min(_MOST_PIECES, len(graph.operators))))
+    _check_number(num_stages, len(cuts) + 1, "operators on its input")
+    costs = _costs(graph.stages(cuts, net), X, balance)
+    count = len(cuts) + 1  # without the data-parallel one
+    chosen = _divide(costs[:count], num_stages, [graph.num_crossing(cut) for cut in cuts])
+    stages = graph.stages([cuts[at - 1] for at in chosen], net)
     stages.costs = _sums(costs, [0, *chosen, count]) + costs[count:]
     return stages
 
@@ -115,15 +115,15 @@ def _names_of(blocks: Sequence[gluon.Block], net: gluon.Block) -> Set[str]:
         raise TrainerError(
             f"split_stages: got data_parallel={short(blocks)}; expected a list of the network's layers. Pass [net.output]."
         )
-    inside = {id(part) for block in blocks for part in blocks_of(block)}
-    others = {param for part in blocks_of(net) if id(part) not in inside for param in own_params(part).values()}
-    own = {param.name for block in blocks for param in block.collect_params().values() if param not in others}
-    if blocks and not own:
+    inside = {id(one) for block in blocks for one in blocks_of(block)}
+    others = {param for one in blocks_of(net) if id(one) not in inside for param in own_params(one).values()}
+    names = {param.name for block in blocks for param in block.collect_params().values() if param not in others}
+    if blocks and not names:
         raise TrainerError(
             f"split_stages: got data_parallel={short(blocks)} without parameters of their own; expected layers that have some. "
             "Pass the first layers of the part that all devices are to compute."
         )
-    return own
+    return names
 
 
 def _stages_of_layers(net: gluon.Block, layers: Sequence[gluon.Block], num_stages: int, X: Any, balance: str) -> Stages:
@@ -132,10 +132,10 @@ def _stages_of_layers(net: gluon.Block, layers: Sequence[gluon.Block], num_stage
     precision = precision_of(net)
     stages = Stages([], net, costs=_sums(costs, bounds))
     for begin, end in zip(bounds, bounds[1:]):
-        part = layers[begin:end]
-        kind = gluon.nn.HybridSequential if all(isinstance(layer, gluon.HybridBlock) for layer in part) else gluon.nn.Sequential
+        chosen = layers[begin:end]
+        kind = gluon.nn.HybridSequential if all(isinstance(layer, gluon.HybridBlock) for layer in chosen) else gluon.nn.Sequential
         block = kind(prefix="")
-        block.add(*part)
+        block.add(*chosen)
         set_precision(block, precision)
         if is_hybridized(net):
             block.hybridize(**options_of(net))  # Pipeline takes the static ones away
@@ -157,19 +157,19 @@ def _layers(net: gluon.Block) -> List[gluon.Block]:
     return [layer for child in children(net) for layer in _layers(child)]
 
 
-def _places(cut: CutGraph, num_pieces: int) -> List[int]:
+def _cuts(graph: CutGraph, num_pieces: int) -> List[int]:
     """Return where to cut a graph into pieces: in each of so many equal parts, where the fewest arrays cross."""
-    count = len(cut.operators)
-    bounds = [round(part * count / num_pieces) for part in range(num_pieces + 1)]
-    places = []
+    count = len(graph.operators)
+    bounds = [round(piece * count / num_pieces) for piece in range(num_pieces + 1)]
+    cuts = []
     for begin, end in zip(bounds[:-1], bounds[1:-1]):
-        choices = [place for place in range(begin + 1, end + 1) if cut.is_after_data(place)]
+        choices = [cut for cut in range(begin + 1, end + 1) if graph.is_after_data(cut)]
         if choices:
-            places.append(min(choices, key=lambda place: (cut.num_crossing(place), -place)))
-    return places
+            cuts.append(min(choices, key=lambda cut: (graph.num_crossing(cut), -cut)))
+    return cuts
 
 
-def _divide(costs: Sequence[float], num_parts: int, crossing: Sequence[int]) -> List[int]:
+def _divide(costs: Sequence[float], num_stages: int, crossing: Sequence[int]) -> List[int]:
     """Return where to divide neighbours so that the largest sum is smallest, and on a tie the fewest arrays cross.
 
     Examples
@@ -181,15 +181,15 @@ def _divide(costs: Sequence[float], num_parts: int, crossing: Sequence[int]) -> 
     """
     before = [0.0, *accumulate(costs)]
     count = len(costs)
-    # best[n]: for the first n pieces in the parts so far, the largest sum, the arrays that cross, and the places
+    # best[n]: for the first n pieces in the stages so far, the largest sum, the arrays that cross, and the cuts
     best: List[Tuple[float, int, List[int]]] = [(before[n], 0, []) for n in range(count + 1)]
-    for part in range(2, num_parts + 1):
+    for stage in range(2, num_stages + 1):
         following = list(best)
-        for n in range(part, count + 1):
+        for n in range(stage, count + 1):
             options = []
-            for m in range(part - 1, n):
-                largest, arrays, places = best[m]
-                options.append((max(largest, before[n] - before[m]), arrays + crossing[m - 1], [*places, m]))
+            for m in range(stage - 1, n):
+                largest, arrays, cuts = best[m]
+                options.append((max(largest, before[n] - before[m]), arrays + crossing[m - 1], [*cuts, m]))
             following[n] = min(options, key=lambda option: option[:2])
         best = following
     return best[count][2]

@@ -155,7 +155,7 @@ Entry = Tuple[int, int]  # a node's number, and its output's
 
 
 class CutGraph:
-    """A network's graph as a list of operators, which can be divided at any place.
+    """A network's graph as a list of operators, which can be cut between any two.
 
     Parameters
     ----------
@@ -181,45 +181,45 @@ class CutGraph:
         self._reads: List[List[Entry]] = [[(one[0], one[1]) for one in node["inputs"]] for node in self._nodes]
         self._depends: List[Set[str]] = []  # the names of the parameters and inputs that each node depends on
         for node, read in zip(self._nodes, self._reads):  # in the order of computation
-            own = {node["name"]} if node["op"] == "null" else set()
-            self._depends.append(own.union(*(self._depends[number] for number, _ in read)))
+            itself = {node["name"]} if node["op"] == "null" else set()
+            self._depends.append(itself.union(*(self._depends[number] for number, _ in read)))
         operators = [number for number, node in enumerate(self._nodes) if node["op"] != "null"]
         after = self._joined(operators, {number for number in operators if self._depends[number] & data_parallel})
         self.operators = [number for number in operators if number not in after]
         self.last = [number for number in operators if number in after]
 
-    def is_after_data(self, place: int) -> bool:
-        """Return whether the operator before a place depends on the network's input, so that a part may end there.
+    def is_after_data(self, cut: int) -> bool:
+        """Return whether the operator before a cut depends on the network's input, so that a stage may end there.
 
-        A part of operators on parameters alone would have no input: no device, and no place in a schedule.
+        A stage of operators on parameters alone would have no input: no device, and no time in a schedule.
         """
-        return not self._depends[self.operators[place - 1]].isdisjoint(self.graph.inputs)
+        return not self._depends[self.operators[cut - 1]].isdisjoint(self.graph.inputs)
 
-    def num_crossing(self, place: int) -> int:
-        """Return how many arrays operators from number `place` on read, of those before."""
-        before = set(self.operators[:place])
-        read = self._read_by(self.operators[place:] + self.last) + self._heads
+    def num_crossing(self, cut: int) -> int:
+        """Return how many arrays operators from number `cut` on read, of those before."""
+        before = set(self.operators[:cut])
+        read = self._read_by(self.operators[cut:] + self.last) + self._heads
         return len({entry for entry in read if entry[0] in before})
 
-    def stages(self, places: Sequence[int], net: gluon.Block) -> Stages:
-        """Return the stages between these places: positions in `operators`, without the first and the last."""
-        bounds = [0, *places, len(self.operators)]
-        parts = [self.operators[begin:end] for begin, end in zip(bounds, bounds[1:])]
-        parts += [self.last] if self.last else []
-        home = {number: stage for stage, part in enumerate(parts) for number in part}
+    def stages(self, cuts: Sequence[int], net: gluon.Block) -> Stages:
+        """Return the stages between these cuts: positions in `operators`, without the first and the last."""
+        bounds = [0, *cuts, len(self.operators)]
+        partitions = [self.operators[begin:end] for begin, end in zip(bounds, bounds[1:])]
+        partitions += [self.last] if self.last else []
+        home = {number: stage for stage, partition in enumerate(partitions) for number in partition}
         numbers = {node["name"]: number for number, node in enumerate(self._nodes) if node["op"] == "null"}
         inputs = enumerate(self.graph.inputs)
         sources: Dict[Entry, Source] = {(numbers[name], 0): (NETWORK, at) for at, name in inputs if name in numbers}
-        outputs: List[List[Entry]] = [[] for _ in parts]
-        for stage, part in enumerate(parts):
-            for entry in self._read_by(part) + self._heads * (stage == len(parts) - 1):
+        outputs: List[List[Entry]] = [[] for _ in partitions]
+        for stage, partition in enumerate(partitions):
+            for entry in self._read_by(partition) + self._heads * (stage == len(partitions) - 1):
                 source = home.get(entry[0], stage)
                 if source != stage and entry not in sources:
                     sources[entry] = source, len(outputs[source])
                     outputs[source].append(entry)
         outputs[-1] = self._heads
         precision = precision_of(net)
-        stages = [self._stage(*own, sources, precision) for own in zip(parts, outputs)]
+        stages = [self._stage(*one, sources, precision) for one in zip(partitions, outputs)]
         stages[-1].is_data_parallel = bool(self.last)
         return Stages(stages, net, self.graph)
 
@@ -233,32 +233,32 @@ class CutGraph:
     def _read_by(self, numbers: Iterable[int]) -> List[Entry]:
         return [entry for number in numbers for entry in self._reads[number]]
 
-    def _stage(self, part: Sequence[int], outputs: Sequence[Entry], sources: Mapping[Entry, Source], precision: str) -> Stage:
+    def _stage(self, numbers: Sequence[int], outputs: Sequence[Entry], sources: Mapping[Entry, Source], precision: str) -> Stage:
         """Return the stage that computes some operators: their graph, with a variable for each array from elsewhere."""
         # the nodes keep their numbers; MXNet leaves out those that no output depends on
         nodes = [node if node["op"] == "null" else {"op": "null", "name": "", "inputs": []} for node in self._nodes]
         entries: Dict[str, Entry] = {}  # by the names of these variables
-        places: Dict[Entry, List[int]] = {}
+        variables: Dict[Entry, List[int]] = {}
 
         def added(op: str, name: str, read: List[List[int]]) -> List[int]:
             nodes.append({"op": op, "name": name, "inputs": read})
             return [len(nodes) - 1, 0, 0]
 
-        def copied(place: List[int]) -> List[int]:
-            return added("_copy", f"copy{len(nodes)}", [place])
+        def copied(source: List[int]) -> List[int]:
+            return added("_copy", f"copy{len(nodes)}", [source])
 
         for number, output in sources:
-            if number not in part:
+            if number not in numbers:
                 name = f"from{number}_{output}"
-                entries[name], places[number, output] = (number, output), added("null", name, [])
-        for number in part:
-            read = [places.get(entry, [*entry, 0]) for entry in self._reads[number]]
+                entries[name], variables[number, output] = (number, output), added("null", name, [])
+        for number in numbers:
+            read = [variables.get(entry, [*entry, 0]) for entry in self._reads[number]]
             # of two parameters with one gradient, or with an output's, MXNet would lose one
             if self._depends[number].isdisjoint(self.graph.inputs):
-                read = [copied(place) if nodes[place[0]]["op"] == "null" else place for place in read]
+                read = [copied(one) if nodes[one[0]]["op"] == "null" else one for one in read]
             nodes[number] = {**self._nodes[number], "inputs": read}
         # with one gradient for an output and an input, MXNet loses it or fails
-        heads = [copied(places.get(entry, [*entry, 0])) for entry in outputs]
+        heads = [copied(variables.get(entry, [*entry, 0])) for entry in outputs]
         document = {"nodes": nodes, "arg_nodes": [], "heads": heads, "attrs": self._attributes}
         symbol = mx.sym.load_json(json.dumps(document))
         if precision != "fp32":  # MXNet casts no integers
@@ -268,5 +268,5 @@ class CutGraph:
         params = self.graph.params
         depends = [[params[name] for name in self._depends[number] if name in params] for number, _ in read_entries]
         block = GraphStage(symbol, params, self.graph.bulk_sizes)
-        draws = any(may_draw(self._nodes[number]) for number in part)
+        draws = any(may_draw(self._nodes[number]) for number in numbers)
         return Stage(block, [sources[entry] for entry in read_entries], draws, depends)

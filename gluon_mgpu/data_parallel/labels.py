@@ -11,7 +11,7 @@ from mxnet import gluon
 from ..errors import DataError
 from ..mxnet_internals.blocks import class_axis as classes_of
 from ..nested import host_array, is_device_array, leaves, map_leaves
-from ..protocols import HasClassLabels
+from ..protocols import HasClassLabels, hook
 
 lowest, highest = partial(np.minimum.reduce, axis=None), partial(np.maximum.reduce, axis=None)  # no Python call
 _CLASSES = gluon.loss.SoftmaxCELoss
@@ -22,7 +22,7 @@ def class_axis(loss: Any) -> Optional[int]:
 
     The classes of a loss with `class_labels` are on the last axis.
     """
-    if isinstance(loss, HasClassLabels):
+    if hook(loss, HasClassLabels.class_labels):
         return -1
     if not isinstance(loss, _CLASSES) or "forward" in vars(loss):
         return None

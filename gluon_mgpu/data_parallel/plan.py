@@ -16,7 +16,7 @@ from ..distributed import process_shard
 from ..errors import NestedError, ShardError, TrainerError
 from ..mxnet_internals.blocks import batch_axis_of
 from ..nested import Array, Fields, is_device_array, leaves
-from ..protocols import CountsUnits, HasClassLabels
+from ..protocols import CountsUnits, HasClassLabels, hook
 from ..refusals import refusal
 from .labels import check_labels, class_axis, device_types, highest, lowest
 from .sharding import Shards, Split, SplitPlan, count_examples, split_batch
@@ -115,8 +115,8 @@ class Planner:
     def __init__(self, operation: str, loss: Any, split: Split, devices: Sequence[Context]) -> None:
         self._operation, self._loss, self._split, self._devices = operation, loss, split, list(devices)
         self._class_axis, self._has_read = class_axis(loss), False
-        self._num_units = loss.num_units if isinstance(loss, CountsUnits) else None
-        self._labels_of = loss.class_labels if isinstance(loss, HasClassLabels) else None
+        self._num_units = hook(loss, CountsUnits.num_units)
+        self._labels_of = hook(loss, HasClassLabels.class_labels)
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
 
     def split(self, X: Any, y: Any) -> Tuple[Plan, List[Any], List[Any]]:

@@ -100,7 +100,7 @@ def test_optional_packages_are_imported_where_used():
             assert not optional & {module.split(".")[0] for module in modules}, path
 
 
-INTERNALS, NOT_CONVERTED = "mxnet_internals", ("trainer",)
+INTERNALS = "mxnet_internals"
 OTHER_LIBRARIES = {  # modules with `ctypes` for other libraries than MXNet's
     "distributed/launcher/guard.py": "the C library: signals at the exit of a parent",
     "runtime/cuda_libraries.py": "the libraries that MXNet's needs, before its import",
@@ -178,7 +178,7 @@ def private_uses(tree, own=frozenset(), has_other_library=False):
 
 @pytest.mark.skipif(is_mxnet2(), reason="reads the private names of the objects of MXNet 1.9")
 def test_one_room_knows_mxnets_inside():
-    paths = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in (INTERNALS, *NOT_CONVERTED)]
+    paths = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != INTERNALS]
     own = own_classes(map(parsed, PACKAGE.rglob("*.py")))
     for path in paths:
         name = str(path.relative_to(PACKAGE))

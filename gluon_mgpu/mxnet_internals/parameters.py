@@ -65,11 +65,6 @@ def trainer_of(param: gluon.Parameter) -> Any:
     return found() if isinstance(found, ref) else found
 
 
-def is_fresh(weight: Array) -> bool:
-    """Return whether a backward pass has written the gradient of a variable, and no trainer has used it."""
-    return bool(weight._fresh_grad)
-
-
 def use_memory(param: gluon.Parameter, weights: Sequence[Array], gradients: Sequence[Array] = ()) -> None:
     """Turn the arrays of a parameter, which others may hold, into these views of memory, with the same values.
 

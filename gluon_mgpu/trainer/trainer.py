@@ -13,9 +13,8 @@ from ..devices.select import check_contexts
 from ..distributed import group
 from ..errors import StateError, TrainerError
 from ..mxnet_internals.gluon_trainer import GluonTrainer, private_override
-from ..mxnet_internals.parameters import gradients_of, values_of
 from ..mxnet_internals.versions import require_np_arrays
-from ..nested import Array, is_device_array, leaves, num_bytes
+from ..nested import Array
 from ..refusals import JOINING, refusal
 from .backward import run_backward
 from .layout import Layout
@@ -377,14 +376,7 @@ class Trainer(GluonTrainer):
         >>> Trainer(net, "sgd").bytes_per_device()
         {'cpu(0)': {'weights': 1024, 'gradients': 1024, 'states': 0}}
         """
-        held = {str(device): {"weights": 0, "gradients": 0, "states": 0} for device in self.devices}
-        for param in self._params:
-            for kind, arrays in (("weights", values_of(param)), ("gradients", gradients_of(param))):
-                for array in arrays or ():
-                    held[str(array.context)][kind] += num_bytes(array)
-        for parts, updater in zip(held.values(), self._updaters):
-            parts["states"] = sum(num_bytes(leaf) for _, leaf in leaves(list(updater.states.values())) if is_device_array(leaf))
-        return held
+        return self.steps.update.bytes_per_device()
 
     def save_states(self, fname: str) -> None:
         """Write the optimizer's states and update counts, with the parameters' names and shapes, for any number of devices.

@@ -16,9 +16,9 @@ from ..checks import is_number, short
 from ..errors import StateError, TrainerError
 from ..mxnet_internals.c_calls import Operator, converted
 from ..mxnet_internals.optimizers import learning_rates, use_counts, weight_decays
-from ..mxnet_internals.parameters import has_values
+from ..mxnet_internals.parameters import gradients_of, has_values, values_of
 from ..mxnet_internals.versions import is_mxnet2
-from ..nested import Array, is_device_array, leaves, map_leaves
+from ..nested import Array, is_device_array, leaves, map_leaves, num_bytes
 from ..runtime.environment import logger
 from .layout import Layout
 from .slab import Slab, slice_of
@@ -123,6 +123,18 @@ class Update:
     def counts(self) -> Dict[int, int]:
         """Return the number of updates of each parameter that has a state."""
         return {index: self._counts[index] for index in self.states()}
+
+    def bytes_per_device(self) -> Dict[str, Dict[str, int]]:
+        """Return the bytes of weights, gradients and states: see `Trainer.bytes_per_device`."""
+        held = {str(device): {"weights": 0, "gradients": 0, "states": 0} for device in self._layout.devices}
+        for param in self._layout.params:
+            for kind, arrays in (("weights", values_of(param)), ("gradients", gradients_of(param))):
+                for array in arrays or ():
+                    held[str(array.context)][kind] += num_bytes(array)
+        for device, updater in self.updaters.items():
+            arrays = [leaf for _, leaf in leaves(list(updater.states.values())) if is_device_array(leaf)]
+            held[str(device)]["states"] = sum(map(num_bytes, arrays))
+        return held
 
     def restore(self, states: Mapping[int, State], counts: Dict[int, int], order: Optional[Sequence[int]] = None) -> None:
         """Set the states of parameters, counts, and the order if it is known: names may sort differently now."""

@@ -43,6 +43,7 @@ class Ours(World):
     def __init__(self, program):
         super().__init__(program)
         self.loss, self.generator, self.former = LOSS, None, []
+        self.early = {}  # batches that were split early, and their shards
         self.split = partial(mgpu.split_batch, weights=list(program.weights)) if program.weights else mgpu.split_batch
         self.begin(program.num_devices)
 
@@ -63,6 +64,19 @@ class Ours(World):
         if self.bn != "local":
             mgpu.set_batch_norm(net, self.bn)
         self.trainer = self.make_trainer()
+
+    def next_batch(self, size):
+        """Return a batch, whose shards may be made now."""
+        X, y = super().next_batch(size)
+        if self.program.splits == "early":
+            self.early[id(X)] = X, self.split(X, y, self.trainer.contexts)
+        return X, y
+
+    def shards_of(self, X, y):
+        """Return the shards of a batch."""
+        if self.program.splits == "twice":
+            self.split(X, y, self.trainer.contexts)
+        return self.early.pop(id(X))[1] if id(X) in self.early else self.split(X, y, self.trainer.contexts)
 
     def make_trainer(self):
         """Return a trainer of the network."""
@@ -170,7 +184,7 @@ class Ours(World):
 
     def backward(self, X, y, generator=None, how="hand"):
         """A loop by hand: the passes of a batch."""
-        Xs, ys = self.split(X, y, self.trainer.contexts)
+        Xs, ys = self.shards_of(X, y)
         with autograd.record():
             Xs = Xs if generator is None else [generator(x) for x in Xs]
             net = shortened(self.net, self.num_left_out)
@@ -233,6 +247,7 @@ class Ours(World):
         """An exception in the middle of a batch: nothing of it counts later."""
         X, y = self.next_batch(size)
         y[-1] = -1
+        self.early.clear()  # its shards have another label
         self.loss = break_last
         try:
             self.train(how, [(X, y)], 1)

@@ -48,6 +48,7 @@ class Program:
     adds: bool = False  # grad_req="add" before the trainer is made
     bn: str = "local"
     weights: Tuple[float, ...] = ()  # of the devices' shards; () splits evenly
+    splits: str = "late"  # of loops by hand: "early", before the batches of the same statement are trained on, or "twice"
     statements: Tuple[Tuple[Any, ...], ...] = ()
 
     @property

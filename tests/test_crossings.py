@@ -7,6 +7,7 @@
 import os
 import runpy
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import hypothesis
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from .conftest import SEED
-from .crossed import ROOT, finding, findings_of_jobs, modes_of, unequal
+from .crossed import ROOT, finding, findings_of_jobs, modes_of, run, unequal
 from .crossings import OPTIMIZERS, Program
 
 pytestmark = [pytest.mark.timeout(3600), pytest.mark.mxnet1("Pipeline")]
@@ -141,6 +142,7 @@ def programs(draw, num_processes=1, net=None, mode=None):
         fields["bn"] = rarely(["sync"], "local", 4) if mode == "data" else rarely(["sync"], "local", 20)
     elif mode in ("data", "virtual") and net is None:
         fields["weights"] = rarely([(3, 1, 2, 0.5)[: fields["num_devices"]]], (), 4 if mode == "data" else 20)
+    fields["splits"] = draw(st.sampled_from(["late", "early", "twice"]))
     parts = draw(st.lists(statements(fields, hows, mode), min_size=1, max_size=6))
     if several and fields["deferred"]:  # until then each process has its own weights
         parts.insert(0, (("step", draw(st.sampled_from(["train_batch", "fit", "hand"])), draw(st.integers(1, 9)), 1),))
@@ -215,6 +217,25 @@ def test_programs_train_what_one_device_trains(request):
         if time.monotonic() < end:
             found = finding(program)
             assert not found, f"{found}\n{program}"
+
+    tried()
+
+
+def test_two_threads_train_two_networks(request):
+    """At once, each what it trains alone."""
+    number, end = limits(request.config, 4)
+
+    @hypothesis.seed(SEED)
+    @options(number)
+    @given(programs(), programs())
+    def tried(one, other):
+        pair = [replace(program, arrays="nd") for program in (one, other)]
+        if time.monotonic() < end:
+            with ThreadPoolExecutor(2) as pool:
+                results = list(pool.map(run, pair))
+            for program, result in zip(pair, results):
+                found = finding(program, result)
+                assert not found, f"{found}\n{program}\nbeside {pair}"
 
     tried()
 

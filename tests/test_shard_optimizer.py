@@ -299,7 +299,7 @@ def use_amp(net, trainer):
     [
         sum_by_hand,
         pytest.param(use_amp, marks=pytest.mark.mxnet1("bf16 and fp16")),
-        lambda net, trainer: trainer.use_virtual_shards(3),
+        lambda net, trainer: trainer.steps.use_virtual_shards(3),
     ],
 )
 def test_other_ways_to_sum_have_the_bits_of_an_update_on_every_device(change, optimizer):

@@ -64,7 +64,7 @@ def digest(net, trainer, *more):
         bits = hashlib.sha256()
         for param in net._collect_params_with_prefix().values():
             bits.update(param.data(context).asnumpy().tobytes())
-        for _, state in sorted(trainer.state().states.items()):
+        for _, state in sorted(trainer.steps.update.states().items()):
             for array in state if isinstance(state, (list, tuple)) else [state]:
                 bits.update(array.asnumpy().tobytes())
         found.add(bits.hexdigest())

@@ -21,6 +21,7 @@ from ..errors import StateError
 from ..mxnet_internals.parameters import has_values, set_values, structural_params
 from ..trainer.parameters import average_replicas, check_initialised, named_params
 from ..trainer.trainer import Trainer
+from ..trainer.trainer_state import restore
 from .params_file import mxnet_array
 from .replace_folder import explained, new_folder
 from .snapshot import AVERAGE, FILES, CheckpointData, check_content, read_content, restore_generators, take_snapshot
@@ -204,7 +205,7 @@ class ReadCheckpoint:
             average_replicas(self._net)  # marks replicas that train separately (`LocalSGD`) as equal again
             without = set_parameters(self.content, self._net)
             self._trainer.steps.resolve_shapes()  # the loaded parameters may have set them
-            self._trainer.restore(without.state(), learning_rate=learning_rate)
+            restore(self._trainer.steps, without.state(), learning_rate=learning_rate)
         if generators:
             restore_generators(without)
         return without

@@ -25,6 +25,7 @@ from ..trainer.parameters import average_replicas, has_values
 from ..trainer.replica_check import ReplicaComparison
 from ..trainer.states import FORM, STATE, TrainerState, as_values, from_values, read_arrays, write_arrays
 from ..trainer.trainer import Trainer
+from ..trainer.trainer_state import check_fits, state_of
 from . import random_state
 from .manifest import MANIFEST, Files, FolderWriter
 from .params_file import read_params, write_params
@@ -156,7 +157,7 @@ def take_snapshot(
         mx.nd.waitall()  # a static graph writes running statistics without telling the engine
         return Snapshot(_copied_params(net), progress_json, comparison, is_np=is_np)
     copies = {name: array.as_nd_ndarray().copy() for name, array in (arrays or {}).items()}
-    training = {**as_values(trainer.state(), copies), "place": place or {}}
+    training = {**as_values(state_of(trainer.steps), copies), "place": place or {}}
     weights = structural_params(net).values()
     most = _most_states(sum(param.list_data()[0].size for param in weights))
     there = sum(num_bytes(array) + 2**11 for array in copies.values())  # with their names
@@ -302,7 +303,7 @@ def _check_average(arrays: Dict[str, np.ndarray], params: Dict[str, np.ndarray])
 def check_content(content: CheckpointData, net: gluon.Block, trainer: Trainer) -> None:
     """Raise `StateError` if the content belongs to another network, optimizer or number of virtual shards."""
     shapes = {id(param): content.params[name].shape for name, param in structural_params(net).items()}
-    trainer.check_state(content.state(), content.folder, "load_checkpoint", shapes)
+    check_fits(trainer.steps, content.state(), content.folder, "load_checkpoint", shapes)
 
 
 def restore_generators(content: CheckpointData) -> None:

@@ -7,8 +7,7 @@ from typing import List, Sequence
 from mxnet import Context
 
 from ..nested import Array
-from ..trainer.running_stats import written_with
-from ..trainer.slab import Slab
+from ..trainer.slab import Slab, written_with
 
 
 class StatsOfParts:

@@ -13,7 +13,6 @@ from ..nested import Array
 from ..refusals import refusal
 from .parameters import Params, spans_devices
 from .slab import Bucket, Slab
-from .states import TrainerState
 from .steps import Steps
 from .trainer import Trainer
 
@@ -59,6 +58,10 @@ class _LocalSteps(Steps):
                 array /= len(layout.contexts)
         self._num_local = 0
         self._trained.clear()
+
+    def end_apart(self) -> None:
+        """Average the devices."""
+        self.average_replicas()
 
     def _reduce(self, slabs: List[Slab]) -> None:
         whole_number("LocalSGD", "every", self.every, advice="16 is usual.")  # a program may set it
@@ -159,13 +162,3 @@ class LocalSGD(Trainer):
         super().flush(ignore_stale_grad)
         if not self.steps.num_open:
             self.average_replicas()
-
-    def state(self) -> TrainerState:
-        """Average the devices, and return the state."""
-        self.average_replicas()
-        return super().state()
-
-    def restore(self, state: TrainerState, *, learning_rate: bool = True) -> None:
-        """Average the devices if they differ after local steps, and continue from a state."""
-        self.average_replicas()
-        super().restore(state, learning_rate=learning_rate)

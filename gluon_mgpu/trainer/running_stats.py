@@ -17,11 +17,11 @@ import numpy as np
 from mxnet import Context, autograd, gluon
 
 from ..distributed import group
-from ..mxnet_internals.engine import EngineContext, WrittenWith
+from ..mxnet_internals.engine import WrittenWith
 from ..mxnet_internals.parameters import has_values, is_differentiable, values_of
 from ..nested import Array
 from .parameters import STATISTICS, Params, named_params
-from .slab import Slab, place, slabs_of
+from .slab import Slab, place, slabs_of, written_with
 from .sums import Divisor, Sum
 
 
@@ -46,18 +46,6 @@ def statistics_slabs(params: Sequence[gluon.Parameter]) -> List[Slab]:
         place(own, statistics=True)
         found += slabs_of(own, range(len(own)), contexts)
     return found
-
-
-def written_with(statistics: Sequence[Slab], trained: Sequence[Slab], context: Context) -> WrittenWith:
-    """Return what lets statistics of a device count as written with these gradients: static graphs write them untracked."""
-    arrays, others = _arrays_of(statistics, "weights", context), _arrays_of(trained, "gradients", context)
-    return WrittenWith(arrays, others, EngineContext(context.device_typeid, context.device_id))
-
-
-def _arrays_of(slabs: Sequence[Slab], kind: str, context: Context) -> List[Array]:
-    """Return the `weights` or `gradients` of slabs on a device, those of a bucket once."""
-    places = {slab.bucket or slab: slab.contexts.index(context) for slab in slabs if context in slab.contexts}
-    return [getattr(owner, kind)[place] for owner, place in places.items()]
 
 
 @dataclass(eq=False)

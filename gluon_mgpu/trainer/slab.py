@@ -11,6 +11,7 @@ import numpy as np
 from mxnet import Context, autograd, gluon
 
 from ..mxnet_internals.blocks import rebind_graphs
+from ..mxnet_internals.engine import EngineContext, WrittenWith
 from ..mxnet_internals.parameters import (
     buffers_of,
     has_dense_gradient,
@@ -250,3 +251,15 @@ def _slab(run: Sequence[Tuple[int, BucketSlice]], contexts: Sequence[Context]) -
     bucket, begin, end = run[0][1].bucket, run[0][1].begin, run[-1][1].end
     weights, gradients = ([flat[begin:end] for flat in arrays] for arrays in (bucket.weights, bucket.gradients))
     return Slab(tuple(index for index, _ in run), tuple(contexts), weights, gradients, bucket, begin, end)
+
+
+def written_with(statistics: Sequence[Slab], trained: Sequence[Slab], context: Context) -> WrittenWith:
+    """Return what lets statistics of a device count as written with these gradients: static graphs write them untracked."""
+    arrays, others = _arrays_of(statistics, "weights", context), _arrays_of(trained, "gradients", context)
+    return WrittenWith(arrays, others, EngineContext(context.device_typeid, context.device_id))
+
+
+def _arrays_of(slabs: Sequence[Slab], kind: str, context: Context) -> List[Array]:
+    """Return the `weights` or `gradients` of slabs on a device, those of a bucket once."""
+    places = {slab.bucket or slab: slab.contexts.index(context) for slab in slabs if context in slab.contexts}
+    return [getattr(owner, kind)[place] for owner, place in places.items()]

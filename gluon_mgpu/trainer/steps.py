@@ -8,6 +8,7 @@ step(n):  collect ─► sum over devices and processes ─► running statistic
 
 from __future__ import annotations
 
+import copy
 import math
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -83,6 +84,7 @@ class Steps:
     ) -> None:
         self._trainer, self.layout, self.options, self.optimizer = trainer, layout, options, optimizer
         self._rescale_at_first = optimizer.rescale_grad
+        self.schedule_at_first = optimizer.lr_scheduler, copy.copy(optimizer.lr_scheduler)
         self.loss_scaler = loss_scaler
         self.sum: Sum = make_sum(kvstore)
         self.tree: Optional[TreeSum] = None
@@ -372,6 +374,9 @@ class Steps:
         """Make the running statistics of all devices equal, and weights that train apart."""
         if self.tree is None:
             self.catch_up()
+
+    def end_apart(self) -> None:
+        """Make devices equal that train apart: their state is saved, or replaced."""
 
     def check_replicas(self) -> None:
         """Compare all devices and processes, and wait for them."""

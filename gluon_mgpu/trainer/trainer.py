@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any, ClassVar, ContextManager, Dict, List, Mapping, Optional, Sequence, Type
+from typing import Any, ClassVar, ContextManager, Dict, List, Optional, Sequence, Type
 
 from mxnet import Context, gluon
 from mxnet import optimizer as opt
@@ -23,7 +22,7 @@ from .options import Options, as_number, check_gluon_options, made_optimizer
 from .parameters import Params, gluon_order, replica_difference, trainers_of
 from .precision import check_precision, precision_of, set_precision
 from .slab import BUCKET_BYTES
-from .states import TrainerState, read_states, write_states
+from .states import read_states, write_states
 from .steps import Steps
 from .sums import store_type
 from .trainer_state import check_fits, restore, state_of
@@ -167,7 +166,6 @@ class Trainer(GluonTrainer):
         scaler = LossScaler() if (precision or precision_of(params)) == "fp16" else None
         self.steps = self.steps_class(self, layout, options, optimizer, kvstore, scaler, gluon_order(params))
         self.kept: Dict[str, object] = {}  # what the latest steps and runs can use again
-        self._schedule_at_first = optimizer.lr_scheduler, copy.copy(optimizer.lr_scheduler)
         self.steps.place()
         for former in trainers_of(params):  # everything was checked: from here on, this is the network's trainer
             if former.steps.trains_apart and replica_difference(params):
@@ -186,16 +184,6 @@ class Trainer(GluonTrainer):
     def virtual_shards(self) -> Optional[int]:
         """The number of virtual shards, None without."""
         return None if self.steps.tree is None else self.steps.tree.virtual.number
-
-    def use_virtual_shards(self, number: int) -> None:
-        """Cut batches into so many virtual shards from now on: see `virtual_shards` above.
-
-        Raises
-        ------
-        TrainerError
-            The number is not a multiple of the number of devices, or an option of the trainer needs sums in another order.
-        """
-        self.steps.use_virtual_shards(number)
 
     @property
     def contexts(self) -> List[Context]:
@@ -390,7 +378,7 @@ class Trainer(GluonTrainer):
         """
         path_of("save_states", "fname", fname)
         self.steps.check_applied("Trainer.save_states")
-        write_states(fname, self.state())
+        write_states(fname, state_of(self.steps))
 
     def load_states(self, fname: str) -> None:
         """Read a file of `save_states`, on any number of devices. Accumulated gradients are dropped.
@@ -403,19 +391,5 @@ class Trainer(GluonTrainer):
         """
         path_of("load_states", "fname", fname, error=StateError)
         state = read_states(fname)
-        self.check_state(state, fname, "load_states")
-        self.restore(state)
-
-    def state(self) -> TrainerState:
-        """Return what `restore` takes: see `trainer_state`."""
-        return state_of(self.steps)
-
-    def check_state(
-        self, state: TrainerState, source: Any, operation: str, shapes: Optional[Mapping[int, Sequence[int]]] = None
-    ) -> None:
-        """Raise `StateError` unless `restore` can take a state: see `trainer_state`."""
-        check_fits(self.steps, state, source, operation, shapes)
-
-    def restore(self, state: TrainerState, *, learning_rate: bool = True) -> None:
-        """Continue from a state that `check_state` accepts: see `trainer_state`."""
-        restore(self.steps, state, self._schedule_at_first, learning_rate=learning_rate)
+        check_fits(self.steps, state, fname, "load_states")
+        restore(self.steps, state)

@@ -18,6 +18,7 @@ def state_of(steps: Steps) -> TrainerState:
     StateError
         The optimizer cannot be described.
     """
+    steps.end_apart()
     layout, update = steps.layout, steps.update
     return TrainerState(
         layout.names,
@@ -55,14 +56,15 @@ def check_fits(
         )
 
 
-def restore(steps: Steps, state: TrainerState, schedule_at_first: Tuple[Any, Any], *, learning_rate: bool) -> None:
+def restore(steps: Steps, state: TrainerState, *, learning_rate: bool = True) -> None:
     """Continue from a state that `check_fits` accepts. Accumulated gradients are dropped.
 
-    `schedule_at_first`: see `restore_optimizer`. Without `learning_rate`, the optimizer keeps its own.
+    Without `learning_rate`, the optimizer keeps its own.
     """
+    steps.end_apart()
     for part, saved in _parts(steps, state):
         part.restore(saved)
-    restore_optimizer(state.optimizer, steps.optimizer, schedule_at_first, learning_rate=learning_rate)
+    restore_optimizer(state.optimizer, steps.optimizer, steps.schedule_at_first, learning_rate=learning_rate)
     steps.drop()  # statistics may have been loaded, too
     steps.running_stats.begin()
     steps.update.restore(state.states, state.counts, state.order)

@@ -74,7 +74,7 @@ def train_bits(training: Training, devices: Union[str, Sequence[Context]]) -> Ha
     found = []
     with use_devices(devices, one_thread=True) as ctx:
         net, loss, trainer, batches = training.make(ctx)
-        trainer.use_virtual_shards(training.num_shards)
+        trainer.steps.use_virtual_shards(training.num_shards)
         for X, y in batches:
             train_batch(net, loss, trainer, X, y)
             mx.nd.waitall()  # running statistics are written without the engine's knowledge

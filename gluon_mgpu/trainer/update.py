@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import ChainMap
 from functools import lru_cache, partial
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
@@ -17,7 +16,6 @@ from ..errors import StateError, TrainerError
 from ..mxnet_internals.c_calls import Operator, converted
 from ..mxnet_internals.optimizers import learning_rates, use_counts, weight_decays
 from ..mxnet_internals.parameters import gradients_of, has_values, values_of
-from ..mxnet_internals.versions import is_mxnet2
 from ..nested import Array, is_device_array, leaves, map_leaves, num_bytes
 from ..runtime.environment import logger
 from .layout import Layout
@@ -160,21 +158,16 @@ class Update:
     def _attributes(self, first: int) -> Tuple[Any, ...]:
         """Return the attributes of the operator that updates the slab of this parameter; a schedule may return NumPy's numbers.
 
-        Source: MXNet 1.9.1, python/mxnet/optimizer/optimizer.py, SGD and Adam.
+        Source: MXNet 1.9.1, python/mxnet/optimizer/optimizer.py, SGD.
         """
-        optimizer, count = self._optimizer, self._counts[first]
+        optimizer = self._optimizer
         (rate,), (decay,) = learning_rates(optimizer)([first]), weight_decays(optimizer)([first])
         if not -_LARGEST_RATE < rate < _LARGEST_RATE:  # of a schedule; a call for each slab and step would cost
             checked_rate("Trainer.step", rate)
         found: Dict[str, Any] = {"rescale_grad": optimizer.rescale_grad}
-        if type(optimizer) is opt.Adam:
-            rate *= math.sqrt(1.0 - optimizer.beta2**count) / (1.0 - optimizer.beta1**count)
-            found.update(beta1=float(optimizer.beta1), beta2=float(optimizer.beta2), epsilon=float(optimizer.epsilon))
-            found.update(lr=float(rate), wd=float(decay), lazy_update=optimizer.lazy_update)
-        else:
-            found.update(lrs=(float(rate),), wds=(float(decay),), num_weights=1)
-            if optimizer.momentum > 0:
-                found["momentum"] = float(optimizer.momentum)
+        found.update(lrs=(float(rate),), wds=(float(decay),), num_weights=1)
+        if optimizer.momentum > 0:
+            found["momentum"] = float(optimizer.momentum)
         if optimizer.clip_gradient:
             found["clip_gradient"] = float(optimizer.clip_gradient)
         return _converted(tuple(found.items()))
@@ -231,16 +224,14 @@ class Update:
             self._operators.setdefault(first, []).append(operator)
 
     def _operator(self, weight: Array, gradient: Array, state: State) -> Optional[Operator]:
-        """Return MXNet's operator of SGD or Adam: a call through `mxnet.optimizer.SGD` takes the host three times as long."""
-        optimizer, name = self._optimizer, ""
+        """Return MXNet's operator of SGD: a step through `mxnet.optimizer.SGD` makes half as many Python calls again."""
+        optimizer = self._optimizer
+        if type(optimizer) is not opt.SGD or (state is None) != (optimizer.momentum <= 0):
+            return None
         if weight.dtype == np.float16 and optimizer.multi_precision:
             return None
-        if type(optimizer) is opt.SGD and (state is None) == (optimizer.momentum <= 0):
-            name = "multi_sgd_update" if state is None else "multi_sgd_mom_update"
-        elif type(optimizer) is opt.Adam and not is_mxnet2():  # where it has other options
-            name = "adam_update"
         arrays = [array for _, array in leaves([weight, gradient, state]) if is_device_array(array)]
-        return Operator(name, arrays, [weight]) if name else None
+        return Operator("multi_sgd_update" if state is None else "multi_sgd_mom_update", arrays, [weight])
 
     def _flat_state(self, slab: Slab, replica: int) -> State:
         """Return the states of a slab's parameters as one."""

@@ -16,6 +16,7 @@ from .layout import Layout
 from .slab import Slab, zero
 
 _MOST_NAMES = 5  # in an error
+_TWO_KINDS = "compile_step() or trainer.backward()", "loss.backward()"
 
 
 class Gradients:
@@ -156,14 +157,14 @@ class Gradients:
         is_lost = fresh.follow(looks=may_have_changed, by_hand=may_have_changed)
         table = fresh.table()
         if latest is None and fresh.are_ambiguous():
-            raise refusal("Trainer.step", "compile_step()", "loss.backward()")
+            raise refusal("Trainer.step", *_TWO_KINDS)
         if is_lost and latest is None and table.any():
             raise refusal("Trainer.step", "static_shape", "a loop by hand after a change of grad_req")
         if self._running.kept and table.any():
             raise refusal("Trainer.step", "allreduce_grads()", "another pass with grad_req='add'")
         if latest is not None:
             if not latest.is_current and fresh.flags().any():
-                raise refusal("Trainer.step", "trainer.backward()", "loss.backward()")
+                raise refusal("Trainer.step", *_TWO_KINDS)
             return table, {}
         devices = fresh.devices_of(table)
         num_replicas = self._layout.num_replicas(fresh.devices_of(table & ~fresh.running))

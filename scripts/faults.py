@@ -118,7 +118,7 @@ def ends(folder: Path) -> Dict[str, Any]:
         if not (folder / name).is_dir():
             found[name] = "no checkpoint"
             continue
-        mgpu.load_checkpoint(folder / name, network())
+        mgpu.load_checkpoint(network(), folder / name)
         rows = json.loads((folder / name / "progress.json").read_text())["history"]
         rows = [{key: value for key, value in row.items() if key not in _TIMES} for row in rows]
         found[name] = rows, {path.name: path.read_bytes() for path in (folder / name).glob("*.[pn]*") if path.suffix != ".json"}
@@ -322,7 +322,7 @@ def _read(folder: Path) -> List[str]:
     for name in ("last", "best"):
         if (folder / name).is_dir():
             try:
-                mgpu.load_checkpoint(folder / name, network())
+                mgpu.load_checkpoint(network(), folder / name)
             except errors.StateError as error:
                 if "without" not in str(error):  # it may be gone by now
                     return [f"reading {name}: {error}"]
@@ -348,7 +348,7 @@ def try_damage(rng: random.Random, *, forged: bool = False) -> List[str]:
         if forged:
             _renew(folder / "last")
         try:
-            mgpu.load_checkpoint(folder / "last", net, mgpu.Trainer(net, "adam") if forged else None)
+            mgpu.load_checkpoint(net, folder / "last", mgpu.Trainer(net, "adam") if forged else None)
         except _OURS:
             return [] if _weights(net) == before else [label, "refused, but the network has changed"]
         except Exception as error:
@@ -357,7 +357,7 @@ def try_damage(rng: random.Random, *, forged: bool = False) -> List[str]:
             return []
         loaded = _weights(net)
         write(images[-1].files, folder)
-        mgpu.load_checkpoint(folder / "last", net)
+        mgpu.load_checkpoint(net, folder / "last")
     return [] if loaded == _weights(net) else [label, "loaded other weights"]
 
 

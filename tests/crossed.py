@@ -102,7 +102,7 @@ class Ours(World):
         thawed, layers, old = self.thawed, self.layers, self.net
         with tempfile.TemporaryDirectory() as own:
             folder = Path("checkpoint") if self.program.num_processes > 1 else Path(own, "checkpoint")
-            mgpu.save_checkpoint(folder, self.net, self.trainer)
+            mgpu.save_checkpoint(self.net, folder, self.trainer)
             self.former.append(self.trainer)
             self.begin(num_devices)
             self.thawed, self.layers = thawed, layers
@@ -111,7 +111,7 @@ class Ours(World):
                 one.lr_mult, one.wd_mult = other.lr_mult, other.wd_mult
             for name in frozen:
                 self.net.collect_params()[name].grad_req = "null"
-            mgpu.load_checkpoint(folder, self.net, self.trainer)
+            mgpu.load_checkpoint(self.net, folder, self.trainer)
 
     def pipeline(self, net):
         """Return a pipeline of the network."""

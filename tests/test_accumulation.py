@@ -40,7 +40,7 @@ def pass_back(net, trainer, X, y):
 
 def known(net, ctx):
     """The network, with its shapes known and its weights drawn."""
-    mgpu.eval_batch(net, *small_batches([1])[0], ctx)
+    mgpu.eval_batch(net, *small_batches([1])[0], ctx=ctx)
     return net
 
 
@@ -373,10 +373,10 @@ def test_passes_that_no_step_counts_are_refused(devices):
 def test_states_that_are_loaded_drop_what_was_accumulated(tmp_path):
     net, trainer = world()
     batches = small_batches([4, 6])
-    mgpu.save_checkpoint(tmp_path / "checkpoint", net, trainer)
+    mgpu.save_checkpoint(net, tmp_path / "checkpoint", trainer)
     with trainer.accumulate():
         mgpu.train_batch(net, LOSS, trainer, *batches[0])
-    mgpu.load_checkpoint(tmp_path / "checkpoint", net, trainer)
+    mgpu.load_checkpoint(net, tmp_path / "checkpoint", trainer)
     mgpu.train_batch(net, LOSS, trainer, *batches[1])
     other, plain = world()
     mgpu.train_batch(other, LOSS, plain, *batches[1])

@@ -128,7 +128,7 @@ def test_an_altered_manifest_is_refused(saved, run, tmp_path, value):
     manifest = json.loads((folder / "manifest.json").read_text())
     setting("arrays", value)(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert_refused(run, lambda: mgpu.load_checkpoint(folder, run.net, run.trainer), "arrays=")
+    assert_refused(run, lambda: mgpu.load_checkpoint(run.net, folder, run.trainer), "arrays=")
 
 
 # Forged files: the manifest has their sizes and checksums
@@ -159,7 +159,7 @@ def test_every_value_of_another_type_is_refused_or_does_no_harm(saved, tmp_path,
             forge(folder / "last", **{file.replace(".", "_"): content})
         before = run.state()
         try:
-            mgpu.load_checkpoint(folder / "last", run.net, run.trainer)
+            mgpu.load_checkpoint(run.net, folder / "last", run.trainer)
         except StateError as error:
             assert_told(error, "", place)
             assert run.state() == before, (place, value)
@@ -206,7 +206,7 @@ def test_arrays_of_another_kind_are_refused_and_the_checkpoint_before_is_taken(s
     with np.load(folder / "last" / "states.npz") as file:
         forge(folder / "last", states_npz=FORGED[name](dict(file.items())))
     if name != "of no sum":  # which `fit` reads
-        assert_refused(run, lambda: mgpu.load_checkpoint(folder / "last", run.net, run.trainer), "last, which is damaged")
+        assert_refused(run, lambda: mgpu.load_checkpoint(run.net, folder / "last", run.trainer), "last, which is damaged")
     history = Run(begun=False).fit(folder, epochs=3, resume="auto")
     assert len(history.rows) == 3
 
@@ -224,9 +224,9 @@ def test_only_files_of_an_expected_size_are_read(saved, run, tmp_path, file, kin
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero" if kind == "endless" else tmp_path / "elsewhere")
-    assert_refused(run, lambda: mgpu.load_checkpoint(folder, run.net, run.trainer), "which cannot be read|which is damaged")
+    assert_refused(run, lambda: mgpu.load_checkpoint(run.net, folder, run.trainer), "which cannot be read|which is damaged")
     fresh = Run(begun=False)  # whose shapes the file may decide
-    assert_refused(fresh, lambda: mgpu.load_checkpoint(folder, fresh.net), "which cannot be read|which is damaged")
+    assert_refused(fresh, lambda: mgpu.load_checkpoint(fresh.net, folder), "which cannot be read|which is damaged")
 
 
 def test_states_are_read_as_strictly(run, tmp_path):

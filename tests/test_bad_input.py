@@ -88,7 +88,7 @@ WRONG = {
     "a network without parameters": lambda w: mgpu.evaluate_accuracy_gpus(nn.Flatten(), [(X, Y)]),
     "a patience below zero": lambda w: mgpu.EarlyStopping(patience=-1),
     "a mode that is none": lambda w: mgpu.Checkpoint(w.folder, mode="best"),
-    "states of no file": lambda w: mgpu.load_checkpoint(w.folder / "nowhere", w.net, w.trainer),
+    "states of no file": lambda w: mgpu.load_checkpoint(w.net, w.folder / "nowhere", w.trainer),
     "batches of no examples": lambda w: mgpu.data.ArrayLoader(X, Y, 0),
     "rows of unequal length": lambda w: mgpu.data.ArrayLoader([[1.0], [1.0, 2.0]], [0, 1], 2),
     "no classes": lambda w: mgpu.models.resnet18(0),
@@ -105,7 +105,7 @@ WRONG = {
     "losses that were not recorded": lambda w: mgpu.backward([nd.ones((2,))]),
     "nested data without an end": lambda w: mgpu.data_parallel.split_data(endless(), 2),
     "one iterator for two things at once": lambda w: w.fit(ITERATOR, test_iter=ITERATOR, evaluate_every=1),
-    "a checkpoint without a layer of the loss": lambda w: mgpu.save_checkpoint(w.folder, w.net[0], w.trainer),
+    "a checkpoint without a layer of the loss": lambda w: mgpu.save_checkpoint(w.net[0], w.folder, w.trainer),
     "a metric with a name that fit uses": lambda w: w.fit(metrics={"grad_norm": mgpu.accuracy}),
     "a choice that is an array": lambda w: w.fit(bn=np.array(["local", "sync"])),
     "a number of a device below zero": lambda w: mgpu.split_and_load(X, [mx.cpu(-1)]),
@@ -254,7 +254,7 @@ def test_every_call_treats_a_dtype_that_mxnet_lacks_alike(dtype):
         lambda: mgpu.split_batch(X, y, CTX)[1],
         lambda: mgpu.split_and_load(y, CTX),
         lambda: mgpu.train_batch(*options, X, y).labels,
-        lambda: mgpu.eval_batch(net, X, y, CTX).labels,
+        lambda: mgpu.eval_batch(net, X, y, ctx=CTX).labels,
         lambda: next(iter(mgpu.prefetch([(X, y)], CTX)))[1],
     ):
         if DTYPES[dtype] is None:

@@ -98,7 +98,7 @@ def test_the_recommended_batch_is_the_smallest_within_5_percent_of_the_best():
 def test_on_gpus_the_fullest_one_decides(fake):
     """The process's own memory is not watched: 0."""
     asked = fake(lambda batch_size: 10 * batch_size, devices=["gpu(0)", "gpu(1)", "gpu(2)"], room=505)
-    found = find_batch_size(small_mlp, devices="gpu", first=16)
+    found = find_batch_size(small_mlp, ctx="gpu", first=16)
     assert (found.largest, found.memory_limit_bytes) == (48, 505)
     assert asked == [(0, 0), (18, 0), (36, 0), (72, 0), (54, 0), (45, 0), (48, 0), (51, 0)]
 
@@ -260,7 +260,7 @@ def test_the_command_writes_a_table_and_json(tmp_path, monkeypatch):
     arguments = ["--memory-limit", "1.5GiB", "--output", str(tmp_path), "--devices", "cpu"]
     result = CliRunner().invoke(main, ["find-batch-size", *arguments])
     assert result.exit_code == 0, result.output
-    assert (given["memory_limit_bytes"], given["devices"]) == (1610612736, "cpu")
+    assert (given["memory_limit_bytes"], given["ctx"]) == (1610612736, "cpu")
     assert given["workload"] is resnet18_workload
     assert result.output.startswith("training a few steps with each batch size")  # it was silent until the first batch was done
     assert "batch 64: 2.00 GiB, does not fit ([no])\n" in result.output

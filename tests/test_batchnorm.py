@@ -227,7 +227,7 @@ def test_whose_statistics_predict_and_are_saved(bn, tmp_path):
     own = [net[1].running_mean.data(context).asnumpy() for context in ctx]
     assert largest_difference([own[0]], [own[1]]) == 0
     mgpu.evaluate_accuracy_gpus(net, batches)
-    mgpu.save_checkpoint(tmp_path / "checkpoint", net, trainer)
+    mgpu.save_checkpoint(net, tmp_path / "checkpoint", trainer)
     saved = mx.nd.load(str(tmp_path / "checkpoint" / "net.params"))["1.running_mean"].asnumpy()
     left = [net[1].running_mean.data(context).asnumpy() for context in ctx]
     assert largest_difference(left, own) == 0.0

@@ -424,10 +424,10 @@ def test_a_batch_of_nan_leaves_nothing_behind(tmp_path):
     loss, y = gluon.loss.L2Loss(), np.zeros((4, 2), "float32")
     good, bad = np.ones((4, 3), "float32"), np.full((4, 3), np.nan, "float32")
     mgpu.train_batch(net, loss, trainer, good, y)
-    mgpu.save_checkpoint(tmp_path / "checkpoint", net, trainer)
+    mgpu.save_checkpoint(net, tmp_path / "checkpoint", trainer)
     mgpu.train_batch(net, loss, trainer, bad, y)
     assert np.isnan(net.weight.data(CTX[0]).asnumpy()).all()
-    mgpu.load_checkpoint(tmp_path / "checkpoint", net, trainer)
+    mgpu.load_checkpoint(net, tmp_path / "checkpoint", trainer)
     mgpu.train_batch(net, loss, trainer, good, y)
     np.testing.assert_allclose(net.weight.data(CTX[1]).asnumpy(), 0.98, atol=1e-3)
 

@@ -436,7 +436,7 @@ def test_a_loss_that_is_not_finite_replaces_no_checkpoint(tmp_path):
     mgpu.fit(net, LOSS, trainer, batches, epochs=1, callbacks=[column, saves])
     with pytest.raises(NonFiniteLossError, match=rf"step {len(batches) + 3}\b"):
         mgpu.fit(net, LOSS, trainer, bad, epochs=2, callbacks=[column, saves], resume="auto")
-    assert mgpu.load_checkpoint(tmp_path / "last", net, trainer)["history"][0]["mine"] == 1.0
+    assert mgpu.load_checkpoint(net, tmp_path / "last", trainer)["history"][0]["mine"] == 1.0
     assert all(np.isfinite(param.data().asnumpy()).all() for param in net.collect_params().values())
 
 
@@ -462,5 +462,5 @@ def test_weights_that_are_nan_replace_no_checkpoint(tmp_path):
     callbacks = [Spoils(), mgpu.Checkpoint(tmp_path, monitor=None, every=1, keep=1)]
     with pytest.raises(NonFiniteLossError):
         mgpu.fit(net, gluon.loss.L2Loss(), mgpu.Trainer(net, "sgd"), data, epochs=1, callbacks=callbacks)
-    mgpu.load_checkpoint(tmp_path / "last", net)
+    mgpu.load_checkpoint(net, tmp_path / "last")
     assert np.isfinite(net.weight.data().asnumpy().item())

@@ -16,7 +16,7 @@ import pytest
 from gluon_mgpu.checkpoint import snapshot
 from gluon_mgpu.errors import SaveError, StateError, TrainerError
 from gluon_mgpu.models.hybrid_block import new_parameter
-from gluon_mgpu.trainer.loss_scaler import LossScaler
+from gluon_mgpu.trainer.steps.loss_scaler import LossScaler
 from mxnet.gluon import nn
 
 from .conftest import LOSS, cpus, initialized, largest_difference, seed_all, sequential, small_batches, small_net, weights_of
@@ -47,9 +47,9 @@ def all_of(net):
     return [param.data(param.list_ctx()[0]).asnumpy() for param in params]
 
 
-def told(call, *arguments):
+def told(call, *arguments, **options):
     with pytest.raises(StateError) as caught:
-        call(*arguments)
+        call(*arguments, **options)
     return str(caught.value)
 
 
@@ -63,7 +63,7 @@ FILES = [*ALONE, "states.npz", "training.json"]
 def test_a_checkpoint_is_five_files(tmp_path):
     net, trainer, loader = make_run(cpus(2))
     train(net, trainer, loader, epochs=1)
-    mgpu.save_checkpoint(tmp_path / "new" / "c", net, trainer, {"epoch": 7, "note": "schön"})
+    mgpu.save_checkpoint(net, tmp_path / "new" / "c", trainer, progress={"epoch": 7, "note": "schön"})
     assert sorted(path.name for path in (tmp_path / "new" / "c").iterdir()) == FILES
     assert json.loads((tmp_path / "new" / "c" / "progress.json").read_text(encoding="utf-8")) == {"epoch": 7, "note": "schön"}
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["c"]
@@ -72,12 +72,12 @@ def test_a_checkpoint_is_five_files(tmp_path):
 def test_a_network_alone_is_a_checkpoint(tmp_path):
     net, trainer, loader = make_run(cpus(3))
     train(net, trainer, loader, epochs=1)
-    mgpu.save_checkpoint(str(tmp_path / "c"), net)
+    mgpu.save_checkpoint(net, str(tmp_path / "c"))
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ALONE
     other = small_net(cpus(1))
-    assert mgpu.load_checkpoint(str(tmp_path / "c"), other) == {}
+    assert mgpu.load_checkpoint(other, str(tmp_path / "c")) == {}
     assert largest_difference(all_of(other), all_of(net)) == 0.0
-    assert "without states.npz, training.json" in told(mgpu.load_checkpoint, tmp_path / "c", net, trainer)
+    assert "without states.npz, training.json" in told(mgpu.load_checkpoint, net, tmp_path / "c", trainer)
 
 
 # A folder of this name is complete
@@ -90,16 +90,16 @@ def test_a_checkpoint_is_replaced_or_stays(tmp_path, monkeypatch, broken):
 
     net = initialized(nn.Dense(1, in_units=1), cpus(2), mx.init.One())
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 1.0})
-    mgpu.save_checkpoint(tmp_path / "c", net, trainer, {"number": 1})
+    mgpu.save_checkpoint(net, tmp_path / "c", trainer, progress={"number": 1})
     net.weight.set_data(nd.array([[2.0]]))
     if broken is None:
-        mgpu.save_checkpoint(tmp_path / "c", net, trainer, {"number": 2})
+        mgpu.save_checkpoint(net, tmp_path / "c", trainer, progress={"number": 2})
     else:
         with monkeypatch.context() as patch, pytest.raises(SaveError, match="disk full"):
             patch.setattr(*broken, disk_full)
-            mgpu.save_checkpoint(tmp_path / "c", net, trainer, {"number": 2})
+            mgpu.save_checkpoint(net, tmp_path / "c", trainer, progress={"number": 2})
     number = 1 if broken else 2
-    assert mgpu.load_checkpoint(tmp_path / "c", net, trainer) == {"number": number}
+    assert mgpu.load_checkpoint(net, tmp_path / "c", trainer) == {"number": number}
     assert [net.weight.data(context).asnumpy().item() for context in cpus(2)] == [number, number]
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
@@ -117,10 +117,10 @@ def test_a_parameter_without_axes(tmp_path):
         net.scale = new_parameter(net, "scale", shape=(), init=Initial())
         net.initialize(ctx=cpus(2))
         trainer = mgpu.Trainer(net, "adam", {"learning_rate": 1.0})
-        mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+        mgpu.save_checkpoint(net, tmp_path / "c", trainer)
         for array in net.scale.list_data():
             array[()] = 4
-        mgpu.load_checkpoint(tmp_path / "c", net, trainer)
+        mgpu.load_checkpoint(net, tmp_path / "c", trainer)
         assert [array.item() for array in net.scale.list_data()] == [3, 3]
     finally:
         mx.npx.reset_np()
@@ -137,8 +137,8 @@ def test_parameters_of_any_dtype(tmp_path, dtype):
         one.cast(dtype)
         one.initialize(mx.init.One(), ctx=cpus(2))
     net.weight.set_data(nd.array([[1.0, 2.0, 3.0]] * 2).astype(dtype))
-    mgpu.save_checkpoint(tmp_path / "c", net)
-    mgpu.load_checkpoint(tmp_path / "c", other)
+    mgpu.save_checkpoint(net, tmp_path / "c")
+    mgpu.load_checkpoint(other, tmp_path / "c")
     assert other.weight.data(mx.cpu(1)).astype("float32").asnumpy().tolist() == [[1.0, 2.0, 3.0]] * 2
 
 
@@ -149,9 +149,9 @@ def test_what_would_not_be_read_is_not_written(tmp_path, monkeypatch):
     with pytest.raises(StateError, match="bytes of states and of callbacks' arrays; expected"):
         snapshot.take_snapshot(net, mgpu.Trainer(net, "sgd"), arrays={"mine/array": nd.zeros(1000)})
     monkeypatch.setattr("gluon_mgpu.checkpoint.manifest.MOST_JSON", 99)
-    assert "of progress.json; expected 99 at most" in told(mgpu.save_checkpoint, tmp_path / "c", net, None, {"text": "x" * 99})
+    assert "of progress.json; expected 99 at most" in told(mgpu.save_checkpoint, net, tmp_path / "c", progress={"text": "x" * 99})
     for deep in ([10**50], json.loads("[" * 99 + "]" * 99)):
-        assert "JSON cannot hold" in told(mgpu.save_checkpoint, tmp_path / "c", net, None, {"text": deep})
+        assert "JSON cannot hold" in told(mgpu.save_checkpoint, net, tmp_path / "c", progress={"text": deep})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -160,7 +160,7 @@ def test_what_would_not_be_read_is_not_written(tmp_path, monkeypatch):
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     net, trainer, _ = make_run(cpus(1))
-    assert f"got {tmp_path} without net.params, progress.json" in told(mgpu.load_checkpoint, tmp_path, net, trainer)
+    assert f"got {tmp_path} without net.params, progress.json" in told(mgpu.load_checkpoint, net, tmp_path, trainer)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def saved_once(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved") / "c"
     net, trainer, loader = make_run(cpus(2))
     train(net, trainer, loader, epochs=1)
-    mgpu.save_checkpoint(folder, net, trainer)
+    mgpu.save_checkpoint(net, folder, trainer)
     return folder
 
 
@@ -182,7 +182,7 @@ def checkpoint(saved_once, tmp_path):
 def other_run():
     """A network with known shapes, and its trainer, into which no test loads anything."""
     net, trainer, _ = make_run(cpus(2))
-    mgpu.eval_batch(net, *small_batches([4])[0], cpus(2))
+    mgpu.eval_batch(net, *small_batches([4])[0], ctx=cpus(2))
     return net, trainer
 
 
@@ -209,8 +209,8 @@ def of_float64():
     ],
 )
 def test_another_network_is_refused(tmp_path, make, words):
-    mgpu.save_checkpoint(tmp_path / "c", dense(4))
-    assert words in told(mgpu.load_checkpoint, tmp_path / "c", make())
+    mgpu.save_checkpoint(dense(4), tmp_path / "c")
+    assert words in told(mgpu.load_checkpoint, make(), tmp_path / "c")
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -228,7 +228,7 @@ def test_damaged_files_are_reported(checkpoint, other_run, file, damage):
     if (file, damage) == ("manifest.json", "changed"):
         changed_json = path.read_bytes().replace(b'"version": 1', b'"version": [2]')
         path.write_bytes(changed_json)
-    message = told(mgpu.load_checkpoint, checkpoint, net, trainer)
+    message = told(mgpu.load_checkpoint, net, checkpoint, trainer)
     assert file in message and (
         "damaged" in message or (file, damage) == ("manifest.json", "gone") or "something else" in message
     )
@@ -237,23 +237,23 @@ def test_damaged_files_are_reported(checkpoint, other_run, file, damage):
 
 def test_a_network_without_values_is_not_saved(tmp_path):
     net = initialized(mx.gluon.nn.Dense(3))
-    assert "a network without values" in told(mgpu.save_checkpoint, tmp_path / "c", net)
+    assert "a network without values" in told(mgpu.save_checkpoint, net, tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_progress_that_json_cannot_hold_leaves_nothing_behind(tmp_path):
     for value in (object(), np.ones(2)):
-        assert "JSON" in told(mgpu.save_checkpoint, tmp_path / "c", dense(4), None, {"x": value})
+        assert "JSON" in told(mgpu.save_checkpoint, dense(4), tmp_path / "c", progress={"x": value})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_holds_something_else_is_not_replaced(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-    assert "which holds thesis.tex" in told(mgpu.save_checkpoint, tmp_path / "mine", dense(4))
+    assert "which holds thesis.tex" in told(mgpu.save_checkpoint, dense(4), tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
     (tmp_path / "file").write_text("")
-    told(mgpu.save_checkpoint, tmp_path / "file", dense(4))
+    told(mgpu.save_checkpoint, dense(4), tmp_path / "file")
 
 
 def forge(folder, **files):
@@ -270,7 +270,7 @@ def forge(folder, **files):
 def test_a_foreign_manifest_is_refused(checkpoint, content):
     (checkpoint / "manifest.json").write_text(content)
     net, trainer, _ = make_run(cpus(1))
-    assert "manifest.json, which is " in told(mgpu.load_checkpoint, checkpoint, net, trainer)
+    assert "manifest.json, which is " in told(mgpu.load_checkpoint, net, checkpoint, trainer)
 
 
 class Trap:
@@ -288,7 +288,7 @@ def test_nothing_in_a_checkpoint_is_executed(checkpoint, tmp_path):
     np.savez(tmp_path / "evil.npz", **{"state/0": array})
     forge(checkpoint, states_npz=(tmp_path / "evil.npz").read_bytes())
     net, trainer, _ = make_run(cpus(1))
-    assert "'state/0.npy', which is no array of numbers" in told(mgpu.load_checkpoint, checkpoint, net, trainer)
+    assert "'state/0.npy', which is no array of numbers" in told(mgpu.load_checkpoint, net, checkpoint, trainer)
     assert not (tmp_path / "trapped").exists()
     with pytest.raises(FileExistsError):  # the trap works
         (tmp_path / "trapped").mkdir()
@@ -302,24 +302,24 @@ def test_states_of_other_shapes_are_refused(checkpoint, other_run, tmp_path):
     forge(checkpoint, states_npz=(tmp_path / "other.npz").read_bytes())
     net, trainer = other_run
     before = weights_of(net)
-    assert "expected NDArray of shape (4, 1, 3, 3)" in told(mgpu.load_checkpoint, checkpoint, net, trainer)
+    assert "expected NDArray of shape (4, 1, 3, 3)" in told(mgpu.load_checkpoint, net, checkpoint, trainer)
     assert largest_difference(weights_of(net), before) == 0.0
 
 
 def test_a_network_without_values_is_told_to_initialise(tmp_path):
-    mgpu.save_checkpoint(tmp_path / "c", initialized(nn.Dense(1, in_units=1)))
+    mgpu.save_checkpoint(initialized(nn.Dense(1, in_units=1)), tmp_path / "c")
     with pytest.raises(TrainerError, match=r"Call net.initialize\(ctx=ctx\) first"):
-        mgpu.load_checkpoint(tmp_path / "c", nn.Dense(1, in_units=1))
+        mgpu.load_checkpoint(nn.Dense(1, in_units=1), tmp_path / "c")
 
 
 @pytest.mark.mxnet1("legacy arrays")
 def test_legacy_arrays_are_not_read_from_np_arrays(tmp_path):
     mx.npx.set_np()
     try:
-        mgpu.save_checkpoint(tmp_path / "c", dense(4))
+        mgpu.save_checkpoint(dense(4), tmp_path / "c")
     finally:
         mx.npx.reset_np()
-    assert "saved with mx.npx.set_np()" in told(mgpu.load_checkpoint, tmp_path / "c", dense(4))
+    assert "saved with mx.npx.set_np()" in told(mgpu.load_checkpoint, dense(4), tmp_path / "c")
 
 
 # The optimizer and its schedule
@@ -330,14 +330,14 @@ def test_what_a_file_cannot_hold_is_told_before_anything_is_written(tmp_path):
     net = dense(4)
     trainer = mgpu.Trainer(net, "dcasgd")
     trainer.optimizer.weight_previous[0] = nd.ones((1,))
-    assert "weight_previous of type dict in DCASGD" in told(mgpu.save_checkpoint, tmp_path / "c", net, trainer)
+    assert "weight_previous of type dict in DCASGD" in told(mgpu.save_checkpoint, net, tmp_path / "c", trainer)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_weight_with_two_names_is_saved_under_both(tmp_path):
     net, other = tied(), tied()
-    mgpu.save_checkpoint(tmp_path / "c", net)
-    mgpu.load_checkpoint(tmp_path / "c", other)
+    mgpu.save_checkpoint(net, tmp_path / "c")
+    mgpu.load_checkpoint(other, tmp_path / "c")
     assert sorted(mx.nd.load(str(tmp_path / "c" / "net.params"))) == ["0.bias", "0.weight", "1.bias", "1.weight"]
     assert largest_difference(weights_of(net), weights_of(other)) == 0.0 and other[0].weight is other[1].weight
 
@@ -356,7 +356,7 @@ def test_gradients_that_were_not_applied_are_told(tmp_path):
     with trainer.accumulate():
         mgpu.train_batch(net, LOSS, trainer, *small_batches([4])[0])
     with pytest.raises(TrainerError, match="of 4 examples"):
-        mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+        mgpu.save_checkpoint(net, tmp_path / "c", trainer)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -371,12 +371,12 @@ def test_random_numbers_go_on(tmp_path):
     net = dense(4)
     trainer = mgpu.Trainer(net, "sgd")
     np.random.normal()  # NumPy keeps the second one of a pair
-    mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+    mgpu.save_checkpoint(net, tmp_path / "c", trainer)
     drawn = draws()
     draws()
-    mgpu.load_checkpoint(tmp_path / "c", net, trainer)
+    mgpu.load_checkpoint(net, tmp_path / "c", trainer)
     assert draws() == drawn
-    mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+    mgpu.save_checkpoint(net, tmp_path / "c", trainer)
     assert draws() != drawn
 
 
@@ -387,7 +387,7 @@ def test_a_frozen_graphs_statistics_are_those_of_the_last_step(tmp_path):
     ((X, y),) = small_batches([64])
     for _ in range(5):
         mgpu.train_batch(net, LOSS, trainer, X, y)
-        mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+        mgpu.save_checkpoint(net, tmp_path / "c", trainer)
         mx.nd.waitall()
         saved = mx.nd.load(str(tmp_path / "c" / "net.params"))["2.running_mean"].asnumpy()
         np.testing.assert_array_equal(saved, net[2].running_mean.data().asnumpy())
@@ -410,11 +410,11 @@ def moved_of(trainer):
 def test_states_only_keep_the_trainers_hyperparameters(tmp_path, optimizer, devices_after):
     first = make_run(cpus(2), optimizer)
     train(*first, epochs=1)
-    mgpu.save_checkpoint(tmp_path / "c", first[0], first[1], {"batch": 3})
+    mgpu.save_checkpoint(first[0], tmp_path / "c", first[1], progress={"batch": 3})
     net = small_net(cpus(devices_after))
     trainer = mgpu.Trainer(net, OPTIMIZERS[optimizer][0], {"learning_rate": 0.025, "wd": 0.5, **STATES_ONLY[optimizer]})
     seed_all(4)
-    assert mgpu.load_checkpoint(tmp_path / "c", net, trainer, states_only=True) == {"batch": 3}
+    assert mgpu.load_checkpoint(net, tmp_path / "c", trainer, states_only=True) == {"batch": 3}
     drawn = draws()
     seed_all(4)
     assert drawn == draws()
@@ -451,12 +451,12 @@ def test_a_resumed_run_keeps_its_position_and_takes_the_trainers_hyperparameters
 def test_states_of_another_form_or_class_raise(tmp_path):
     net, trainer, loader = make_run(cpus(1))
     train(net, trainer, loader, epochs=1)
-    mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+    mgpu.save_checkpoint(net, tmp_path / "c", trainer)
     net = small_net(cpus(1))
     for name, expected in (("adam", "expected the same class"), ("sgd", "such as momentum")):
         load = partial(mgpu.load_checkpoint, states_only=True)
-        assert expected in told(load, tmp_path / "c", net, mgpu.Trainer(net, name))
-    assert "without a trainer" in told(lambda: mgpu.load_checkpoint(tmp_path / "c", net, states_only=True))
+        assert expected in told(load, net, tmp_path / "c", mgpu.Trainer(net, name))
+    assert "without a trainer" in told(lambda: mgpu.load_checkpoint(net, tmp_path / "c", states_only=True))
     assert any(param._data is None for param in net.collect_params().values())  # nothing was loaded
 
 
@@ -467,12 +467,12 @@ def test_the_loss_scale_is_restored(tmp_path, states_only):
     net = dense(4)
     trainer, other = mgpu.Trainer(net, "sgd"), mgpu.Trainer(net, "sgd")
     trainer.steps.loss_scaler, other.steps.loss_scaler = LossScaler(512.0, every=9), LossScaler(1024.0, every=9)
-    mgpu.save_checkpoint(tmp_path / "c", net, trainer)
-    mgpu.load_checkpoint(tmp_path / "c", net, other, states_only=states_only)
+    mgpu.save_checkpoint(net, tmp_path / "c", trainer)
+    mgpu.load_checkpoint(net, tmp_path / "c", other, states_only=states_only)
     assert other.steps.loss_scaler.state() == trainer.steps.loss_scaler.state() == {"scale": 512.0, "num_good": 0}
     trainer.steps.loss_scaler.scale = -1.0
-    mgpu.save_checkpoint(tmp_path / "d", net, trainer)
+    mgpu.save_checkpoint(net, tmp_path / "d", trainer)
     net[0].weight.set_data(mx.nd.zeros_like(net[0].weight.data()))
     with pytest.raises(StateError, match="which is damaged"):
-        mgpu.load_checkpoint(tmp_path / "d", net, other, states_only=states_only)
+        mgpu.load_checkpoint(net, tmp_path / "d", other, states_only=states_only)
     assert not net[0].weight.data().asnumpy().any()  # nothing was loaded

@@ -382,11 +382,11 @@ def test_predict_knows_the_classes_of_the_network(data_dir, tmp_path, num_classe
     net = mgpu.models.resnet18(num_classes)
     net.initialize()
     net(nd.ones((1, 1, 8, 8)))
-    mgpu.save_checkpoint(tmp_path / "run", net)
+    mgpu.save_checkpoint(net, tmp_path / "run")
     data = ["--data-dir", data_dir, "--devices", "cpu*1", "--output", tmp_path / "found.csv"]
     if num_classes == 2:
         net[-1].weight.data()[:] = 3e38  # its sums are infinite
-        mgpu.save_checkpoint(tmp_path / "bad", net)
+        mgpu.save_checkpoint(net, tmp_path / "bad")
         result = invoke("predict", "resnet18", "--checkpoint", tmp_path / "bad", *data)
         assert "not finite" in result.output and not (tmp_path / "found.csv").exists()
     result = invoke("predict", "resnet18", "--checkpoint", tmp_path / "run", *data)

@@ -55,7 +55,7 @@ def bits(folder):
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     fit(folder)
-    assert mgpu.load_checkpoint(folder / "best", network())["epoch"] == 2
+    assert mgpu.load_checkpoint(network(), folder / "best")["epoch"] == 2
     return bits(folder)
 
 
@@ -177,7 +177,7 @@ def test_what_is_no_checkpoint_says_so(folder, tmp_path, monkeypatch):
     (tmp_path / "here" / "file").touch()
     (tmp_path / "here" / "loop").symlink_to("loop")
     monkeypatch.chdir(tmp_path / "here")
-    for load in (lambda: mgpu.load_checkpoint(folder, network()), lambda: load_translator(folder)):
+    for load in (lambda: mgpu.load_checkpoint(network(), folder), lambda: load_translator(folder)):
         with pytest.raises(StateError):
             load()
     with pytest.raises(StateError):
@@ -194,5 +194,5 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_ours(folder, tmp_path, monk
     with pytest.raises((SaveError, StateError, TrainerError), match="expected"):
         fit(folder, resume=resume)
     with pytest.raises((SaveError, StateError), match="expected"):
-        mgpu.save_checkpoint(folder, network())
+        mgpu.save_checkpoint(network(), folder)
     assert names(tmp_path) == ["file", "loop"]

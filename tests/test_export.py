@@ -204,7 +204,7 @@ def test_a_network_for_one_batch_size(tmp_path, caplog, net):
     assert exported.inputs == {"data": (2, 3)} and "fixed sizes" in caplog.text
     for axes in ([[("data", 0)]], [[("data", 1)], [("data", 0)]], [[]]):
         with pytest.raises(TrainerError, match="dynamic_axes"):
-            mgpu.export(net(), tmp_path / "axes.onnx", np.zeros((2, 3), "float32"), False, dynamic_axes=axes)
+            mgpu.export(net(), tmp_path / "axes.onnx", np.zeros((2, 3), "float32"), check=False, dynamic_axes=axes)
 
 
 ZOO = ("resnet18_v1", "resnet50_v2", "vgg11_bn", "alexnet", "densenet121", "squeezenet1.0", "inceptionv3", "mobilenetv2_0.5")
@@ -280,7 +280,7 @@ def test_plain_mxnet_reads_both(tmp_path):
     """The symbol files, and the parameters in a checkpoint, in a process without this package."""
     net = small_net([mx.cpu(0), mx.cpu(1)], normalize=True)
     trained(mgpu.set_batch_norm(net, "sync"))
-    mgpu.save_checkpoint(tmp_path / "checkpoint", net)
+    mgpu.save_checkpoint(net, tmp_path / "checkpoint")
     exported = mgpu.export(net, tmp_path / "net", images(5))
     assert exported.difference < 1e-6 and [one.name for one in exported.files] == ["net-symbol.json", "net-0000.params"]
     mx.nd.save(str(tmp_path / "X"), [mx.nd.array(images(3))])
@@ -509,7 +509,7 @@ def test_the_command_exports_a_classifier(tmp_path, monkeypatch):
     monkeypatch.setattr("gluon_mgpu.models.resnet18", small_classifier)
     net = initialized(small_classifier(4), 0.1)
     net(mx.nd.array(images(2, 3, 16)))
-    mgpu.save_checkpoint(tmp_path / "run" / "best", net)
+    mgpu.save_checkpoint(net, tmp_path / "run" / "best")
     done = CliRunner().invoke(main, ["export", str(tmp_path / "run"), "--onnx", str(tmp_path / "net.onnx")])
     assert done.exit_code == 0 and "largest difference" in done.output, done.output
     (found,) = run_onnx(tmp_path / "net.onnx", images(3, 3, 8))

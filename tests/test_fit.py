@@ -199,7 +199,7 @@ def test_ctrl_c_waits_for_the_last_batch_of_an_update(tmp_path):
         train([mx.cpu()], interrupting(data, at=3), net=net, **options)
     train([mx.cpu()], [tuple(np.concatenate(parts) for parts in zip(*data[:4]))], net=whole)
     assert largest_difference(weights_of(net), weights_of(whole)) <= 1e-6
-    mgpu.load_checkpoint(tmp_path / "last", make_net([mx.cpu()]), make_trainer(net))
+    mgpu.load_checkpoint(make_net([mx.cpu()]), tmp_path / "last", make_trainer(net))
 
 
 def test_an_error_drops_what_was_accumulated():
@@ -267,7 +267,7 @@ def test_a_nan_in_the_data_is_told_with_step_and_device(num_devices, step, shard
         train(ctx, Epochs(), net=net, epochs=3, callbacks=[recorder, mgpu.Checkpoint(tmp_path, monitor=None)])
     assert str(caught.value).startswith(f"fit: got a loss of nan at step {5 + step} on cpu({shard}) (shard {shard});")
     assert (recorder.calls[-1], recorder.state.history.stopped) == (("fit ends", 2, 1), "NonFiniteLossError")
-    assert mgpu.load_checkpoint(tmp_path / "last", net)["epoch"] == 1
+    assert mgpu.load_checkpoint(net, tmp_path / "last")["epoch"] == 1
     assert all(np.isfinite(weight).all() for weight in weights_of(net))
 
 
@@ -294,7 +294,7 @@ def test_ctrl_c_ends_it_after_the_batch_under_way(devices, tmp_path):
     for pair in data + data[:3]:
         mgpu.train_batch(by_hand, LOSS, trainer, *pair)
     assert largest_difference(weights_of(net), weights_of(by_hand)) == 0.0
-    progress = mgpu.load_checkpoint(tmp_path / "last", make_net(devices), make_trainer(net))
+    progress = mgpu.load_checkpoint(make_net(devices), tmp_path / "last", make_trainer(net))
     assert (progress["epoch"], progress["epochs_completed"]) == (2, 1)
     assert progress["history"] == recorder.state.history.rows
 

@@ -141,14 +141,14 @@ def test_a_run_goes_on_elsewhere(machine, tmp_path, optimizer):
     ctx = machine.devices(2)
     batches = small_batches(BATCHES["uneven"])
     straight, trainer = trained(ctx, batches[:4], optimizer)
-    mgpu.save_checkpoint(tmp_path / "checkpoint", straight, trainer)
+    mgpu.save_checkpoint(straight, tmp_path / "checkpoint", trainer)
     saved = weights_of(straight)
     train(straight, trainer, batches[4:])
     for devices, bound in [(ctx, SAME_KIND), (ctx[:1], SAME_KIND), ([mx.cpu(0)], OTHER_KIND)]:
         net = small_net(devices)
         trainer = mgpu.Trainer(net, *OPTIMIZERS[optimizer])
-        mgpu.eval_batch(net, *batches[0], devices)  # shapes become known
-        mgpu.load_checkpoint(tmp_path / "checkpoint", net, trainer)
+        mgpu.eval_batch(net, *batches[0], ctx=devices)  # shapes become known
+        mgpu.load_checkpoint(net, tmp_path / "checkpoint", trainer)
         assert largest_difference(weights_of(net), saved) == 0.0
         train(net, trainer, batches[4:])
         assert largest_difference(weights_of(net), weights_of(straight)) <= bound

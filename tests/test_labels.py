@@ -45,7 +45,7 @@ def as_given(batches, form):
 )
 def test_a_batch_with_a_label_that_is_no_class_changes_nothing(label, shown, options, arrays):
     (good, bad), options, net = small_batches([6, 6]), dict(options), small_net(CTX)
-    mgpu.eval_batch(net, *good, CTX)  # decides shapes
+    mgpu.eval_batch(net, *good, ctx=CTX)  # decides shapes
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}, virtual_shards=options.pop("virtual_shards", None))
     labels = bad[1].astype("float32" if label != label else "int64")
     labels[4] = label
@@ -124,6 +124,6 @@ def test_the_loss_decides_which_labels_are_classes(loss, shape, labels, is_wrong
     for _ in range(2):
         if is_wrong:
             with pytest.raises(DataError, match="got label 3 at|got label 2 at"):
-                mgpu.eval_batch(net, X, y, CTX, loss=loss)
+                mgpu.eval_batch(net, X, y, ctx=CTX, loss=loss)
         else:
-            mgpu.eval_batch(net, X, y, CTX, loss=loss)
+            mgpu.eval_batch(net, X, y, ctx=CTX, loss=loss)

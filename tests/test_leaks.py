@@ -102,7 +102,7 @@ def test_in_fit(monkeypatch, caplog, leaks):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"every": 0}, {"every": True}, {"tolerance_bytes": float("nan")}, {"contexts": "cpu"}, {"contexts": ["gpu(0)"]}]
+    "wrong", [{"every": 0}, {"every": True}, {"tolerance_bytes": float("nan")}, {"ctx": "cpu"}, {"ctx": ["gpu(0)"]}]
 )
 def test_wrong_arguments(wrong):
     with pytest.raises(TrainerError):

@@ -27,7 +27,7 @@ SIZES = [12, 7, 3, 1, 12, 2, 9]
 def known(ctx, **options):
     with mx.name.NameManager():  # names count from 0: Gluon's trainer sorts them as texts, dense10 before dense9
         net = small_net(ctx, **options)
-    mgpu.eval_batch(net, *small_batches([1])[0], ctx)
+    mgpu.eval_batch(net, *small_batches([1])[0], ctx=ctx)
     return net
 
 
@@ -102,8 +102,8 @@ def test_evaluating_and_saving_see_the_average(tmp_path):
     averaged = [np.mean(each, axis=0) for each in zip(*trained_apart(2, "momentum", 99, batches))]
     for look in (
         lambda net, trainer: mgpu.evaluate_accuracy_gpus(net, batches),
-        lambda net, trainer: mgpu.save_checkpoint(tmp_path / "with", net, trainer),
-        lambda net, trainer: mgpu.save_checkpoint(tmp_path / "without", net),
+        lambda net, trainer: mgpu.save_checkpoint(net, tmp_path / "with", trainer),
+        lambda net, trainer: mgpu.save_checkpoint(net, tmp_path / "without"),
         lambda net, trainer: trainer.save_states(str(tmp_path / "states")),
         lambda net, trainer: trainer.flush(),
     ):
@@ -115,7 +115,7 @@ def test_evaluating_and_saving_see_the_average(tmp_path):
         assert mgpu.replica_difference(net) == 0.0
         assert largest_difference(weights_of(net), averaged) <= 1e-6
     other = known(CTX[:1])
-    mgpu.load_checkpoint(tmp_path / "without", other)
+    mgpu.load_checkpoint(other, tmp_path / "without")
     assert largest_difference(weights_of(other), weights_of(net)) <= 1e-6
 
 
@@ -126,19 +126,19 @@ def test_it_goes_on_from_a_checkpoint(tmp_path, optimizer):
     net = known(CTX[:2])
     trainer = LocalSGD(net, *OPTIMIZERS[optimizer], every=3)
     train(net, trainer, batches[:4])
-    mgpu.save_checkpoint(tmp_path / "checkpoint", net, trainer)
+    mgpu.save_checkpoint(net, tmp_path / "checkpoint", trainer)
     train(net, trainer, batches[4:])
     mx.random.seed(9)
     resumed = known(CTX[2:])
     again = LocalSGD(resumed, *OPTIMIZERS[optimizer], every=3)
     train(resumed, again, batches[:1])  # something to be replaced
-    mgpu.load_checkpoint(tmp_path / "checkpoint", resumed, again)
+    mgpu.load_checkpoint(resumed, tmp_path / "checkpoint", again)
     assert mgpu.replica_difference(resumed) == 0.0
     train(resumed, again, batches[4:])
     assert largest_difference(weights_of(resumed), weights_of(net)) == 0.0
     ordinary = known(CTX[:3])
     summing = mgpu.Trainer(ordinary, *OPTIMIZERS[optimizer])
-    mgpu.load_checkpoint(tmp_path / "checkpoint", ordinary, summing)
+    mgpu.load_checkpoint(ordinary, tmp_path / "checkpoint", summing)
     train(ordinary, summing, batches[4:])
     assert mgpu.replica_difference(ordinary) == 0.0
 

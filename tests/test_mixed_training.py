@@ -25,7 +25,7 @@ def scaled_trainer(net, *optimizer, scale=2.0**10, every=2, **options):
 def made_net(ctx):
     """A network with all its weights: without, the first batch would draw them."""
     net = small_net(ctx)
-    mgpu.eval_batch(net, *small_batches([3])[0], ctx)
+    mgpu.eval_batch(net, *small_batches([3])[0], ctx=ctx)
     return net
 
 

@@ -143,9 +143,7 @@ def test_a_monitor_that_fails_does_not_end_the_run(monkeypatch, caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"interval_s": 0}, {"interval_s": True}, {"interval_s": "1"}, {"contexts": "cpu"}, {"contexts": [1]}]
-)
+@pytest.mark.parametrize("wrong", [{"interval_s": 0}, {"interval_s": True}, {"interval_s": "1"}, {"ctx": "cpu"}, {"ctx": [1]}])
 def test_wrong_arguments(wrong):
     with pytest.raises(TrainerError):
         Monitor(**wrong)

@@ -100,7 +100,7 @@ def trained(net, optimizer="sgd", data=None, epochs=2, **options):
 def test_stages_train_what_one_device_trains(num_stages, micro_batches, schedule, recompute, optimizer):
     alone, _ = trained(dense(), optimizer)
     stages = mgpu.split_stages(dense(), num_stages, batches()[0][0], balance="bytes")
-    model = mgpu.Pipeline(stages, contexts(num_stages), micro_batches, schedule, recompute)
+    model = mgpu.Pipeline(stages, contexts(num_stages), micro_batches, schedule=schedule, recompute=recompute)
     found, _ = trained(model, optimizer)
     scale = max(np.abs(value).max() for value in alone)
     assert largest_difference(found, alone) <= (0 if micro_batches == 1 else 1e-6 * scale)
@@ -336,7 +336,7 @@ def test_a_call_in_python_is_no_graph():
 def test_dropout_draws_the_same_numbers_in_all_schedules_and_again():
     def losses(schedule, recompute):
         stages = mgpu.split_stages(dense(dropout=0.5), 3, batches()[0][0], balance="bytes")
-        model = mgpu.Pipeline(stages, contexts(3), 4, schedule, recompute)
+        model = mgpu.Pipeline(stages, contexts(3), 4, schedule=schedule, recompute=recompute)
         mx.random.seed(7)
         return trained(model)[0]
 
@@ -547,7 +547,7 @@ def test_devices_run_their_tasks_in_the_planned_order(schedule):
     first, second = nn.HybridSequential(), nn.HybridSequential()
     first.add(net[0])
     second.add(*[net[i] for i in (1, 2, 3)])
-    model = mgpu.Pipeline([first, second], contexts(2), 6, schedule)
+    model = mgpu.Pipeline([first, second], contexts(2), 6, schedule=schedule)
     trainer = mgpu.Trainer(model, "sgd", {"learning_rate": 0.01})
     data = batches((48,))[0]
     mgpu.train_batch(model, LOSS, trainer, *data)
@@ -718,7 +718,7 @@ REFUSED = {
     "devices": lambda: mgpu.Pipeline([dense()], contexts(2)),
     "ctx": lambda: mgpu.Pipeline([dense()], "cpu"),
     "twice": lambda: mgpu.Pipeline([dense()], [[mx.cpu(0)], [mx.cpu(0)]]),
-    "schedule": lambda: mgpu.Pipeline([dense()], [mx.cpu(0)], 1, "2f2b"),
+    "schedule": lambda: mgpu.Pipeline([dense()], [mx.cpu(0)], 1, schedule="2f2b"),
     "sync": lambda: mgpu.Pipeline([mgpu.set_batch_norm(normalized(), "sync")], [mx.cpu(0)]),
     "sample": lambda: mgpu.split_stages(dense(), 2, np.zeros((3, 7))),
     "layers": lambda: mgpu.split_stages(dense(), 9, np.zeros((3, 16))),

@@ -33,7 +33,7 @@ def fit(folder, resume=None, *, net=None, params=None, epochs=2, size=6, callbac
 def refused(match, *arguments, **options):
     """The network's weights are as they were."""
     net = options.pop("net", None) or small_net(CTX)
-    mgpu.eval_batch(net, *small_batches([4])[0], CTX)
+    mgpu.eval_batch(net, *small_batches([4])[0], ctx=CTX)
     before = weights_of(net)
     with pytest.raises((StateError, TrainerError), match=match):
         fit(*arguments, net=net, **options)
@@ -70,7 +70,7 @@ def test_epochs_count_from_the_beginning_of_the_run(tmp_path, whole, three_epoch
     net, history = fit(tmp_path / "run", where if where == "auto" else tmp_path / where, epochs=4)
     assert largest_difference(weights_of(net), weights) == 0.0
     assert history.column("train_loss") == expected.column("train_loss")
-    assert mgpu.load_checkpoint(tmp_path / "run" / "last", net)["epoch"] == 4
+    assert mgpu.load_checkpoint(net, tmp_path / "run" / "last")["epoch"] == 4
 
 
 @pytest.mark.parametrize("file", ["net.params", "states.npz", "training.json", "progress.json", "manifest.json"])
@@ -111,7 +111,7 @@ def test_a_checkpoint_that_was_saved_by_hand_says_nothing_of_a_run(tmp_path):
     net = small_net(CTX)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
     mgpu.train_batch(net, LOSS, trainer, *small_batches([4])[0])
-    mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+    mgpu.save_checkpoint(net, tmp_path / "c", trainer)
     refused("holds no position of a run", tmp_path / "run", tmp_path / "c")
 
 

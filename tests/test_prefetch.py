@@ -210,10 +210,8 @@ def test_batches_before_one_that_cannot_be_split_come_first(bad, error):
     assert numbers(seen) == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"data_iter": 5}, {"num_batches": 0}, {"split_f": "split"}, {"devices": []}, {"devices": [CPU, CPU]}]
-)
+@pytest.mark.parametrize("wrong", [{"data_iter": 5}, {"num_batches": 0}, {"split_f": "split"}, {"ctx": []}, {"ctx": [CPU, CPU]}])
 def test_wrong_arguments_are_refused_at_once(wrong):
-    arguments = {"data_iter": numbered(1), "devices": [CPU], **wrong}
+    arguments = {"data_iter": numbered(1), "ctx": [CPU], **wrong}
     with pytest.raises((TrainerError, DeviceError)):
         prefetch(**arguments)

@@ -169,7 +169,7 @@ LATER = """
     def saved():
         net, trainer = made()
         weights(net, trainer) if other else None
-        mgpu.save_checkpoint(f"{folder}/saved", net, trainer)
+        mgpu.save_checkpoint(net, f"{folder}/saved", trainer)
     rate, clip = lambda net, trainer: trainer.set_learning_rate(0.3), lambda net, trainer: setattr(trainer.optimizer, "wd", 0.5)
     found = {"rate": error(at_third_step, rate), "wd": error(at_third_step, clip), "size": error(hand, size=2)}
     found.update(labels=error(hand, labels=y + 1), batch=error(with_train_batch))

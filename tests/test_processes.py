@@ -260,9 +260,9 @@ AGREE = """
     net, trainer = linear()
     for _ in range(2):
         mgpu.train_batch(net, loss, trainer, X, y)
-        mgpu.save_checkpoint(f"{folder}/saved", net, trainer)
+        mgpu.save_checkpoint(net, f"{folder}/saved", trainer)
         trainer.save_states(f"{folder}/states")
-    mgpu.load_checkpoint(f"{folder}/saved", net, trainer)
+    mgpu.load_checkpoint(net, f"{folder}/saved", trainer)
     trainer.load_states(f"{folder}/states")
     found.append(net.weight.data().asnumpy().tolist())
     epochs = len(mgpu.fit(net, loss, trainer, [(X, y)], epochs=4, metrics=(), callbacks=[Stop()]).rows)
@@ -452,7 +452,7 @@ def test_another_way_to_split_is_refused(monkeypatch):
     monkeypatch.setattr("gluon_mgpu.data_parallel.plan.process_shard", lambda: (0, 2))
     devices = mgpu.devices.resolve_devices("cpu*1")
     with pytest.raises(mgpu.errors.TrainerError, match="split_batch"):
-        mgpu.eval_batch(gluon.nn.Dense(1), np.zeros((2, 1)), np.zeros(2), devices, split_f=lambda X, y, ctx: ([X], [y]))
+        mgpu.eval_batch(gluon.nn.Dense(1), np.zeros((2, 1)), np.zeros(2), ctx=devices, split_f=lambda X, y, ctx: ([X], [y]))
 
 
 def test_the_units_of_micro_steps_are_those_of_their_losses(monkeypatch):

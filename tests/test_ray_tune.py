@@ -171,4 +171,4 @@ def test_the_script_searches(tmp_path, scheduler):
     assert "test accuracy" in best
     net = initialized(mgpu.models.resnet18(10))
     net(nd.zeros((1, 1, 8, 8)))
-    mgpu.load_checkpoint(checkpoint.split(": ")[1], net)
+    mgpu.load_checkpoint(net, checkpoint.split(": ")[1])

@@ -122,13 +122,13 @@ def test_a_checkpoint_holds_the_random_numbers_of_every_rank(tmp_path, monkeypat
     told = Told()
     set_random_state(states[0]["now"])
     monkeypatch.setattr("gluon_mgpu.checkpoint.snapshot.group", lambda: told)
-    mgpu.save_checkpoint(tmp_path / "c", net, mgpu.Trainer(net, "sgd"))
+    mgpu.save_checkpoint(net, tmp_path / "c", mgpu.Trainer(net, "sgd"))
     assert len(told.said) == 1 + differ
     for num_processes in (2, 3):
         for rank in range(num_processes):
             process = mgpu.distributed.Process(rank, num_processes, rank, num_processes, 0, 1, 0)
             monkeypatch.setattr("gluon_mgpu.checkpoint.snapshot.this_process", lambda process=process: process)
-            mgpu.load_checkpoint(tmp_path / "c", net, mgpu.Trainer(net, "sgd"))
+            mgpu.load_checkpoint(net, tmp_path / "c", mgpu.Trainer(net, "sgd"))
             assert (random.random(), np.random.uniform()) == drawn[rank if num_processes == 2 else 0]
 
 

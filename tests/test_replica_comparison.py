@@ -19,8 +19,8 @@ USES = {
     "evaluate": lambda net, folder: mgpu.evaluate_accuracy_gpus(net, [(X, Y)]),
     "evaluate for a loss": lambda net, folder: mgpu.evaluate(net, [(X, Y)], loss=LOSS),
     "predict": lambda net, folder: mgpu.predict(net, [X]),
-    "save_checkpoint": lambda net, folder: mgpu.save_checkpoint(folder / "c", net),
-    "save_checkpoint with its trainer": lambda net, folder: mgpu.save_checkpoint(folder / "c", net, mgpu.Trainer(net, "sgd")),
+    "save_checkpoint": lambda net, folder: mgpu.save_checkpoint(net, folder / "c"),
+    "save_checkpoint with its trainer": lambda net, folder: mgpu.save_checkpoint(net, folder / "c", mgpu.Trainer(net, "sgd")),
     "export": lambda net, folder: mgpu.export(net, folder / "n.onnx", X),
 }
 NAMES = [pytest.param(use, marks=pytest.mark.mxnet1("export")) if use == "export" else use for use in USES]

@@ -61,7 +61,7 @@ class World:
         self.train_iter = mgpu.data.ArrayLoader(X, y, 8, shuffle=True, seed=3)  # 5 batches, the last of 2
         self.test_iter = mgpu.data.ArrayLoader(X[:12], y[:12], 8, shuffle=True)
         if known:
-            mgpu.eval_batch(self.net, X[:4], y[:4], ctx)  # the weights are drawn now
+            mgpu.eval_batch(self.net, X[:4], y[:4], ctx=ctx)  # the weights are drawn now
 
     def fit(self, callbacks, *, train_iter=None, epochs=2, tests=True, **options):
         options = {"callbacks": callbacks, "epochs": epochs, **options}
@@ -378,7 +378,7 @@ def test_early_stopping_goes_on(tmp_path):
         resumed = parts.fit(callbacks("parts"), epochs=6, resume="auto")
         assert rows_of(resumed) == rows_of(history) and len(history.rows) == 5
         assert resumed.stopped == history.stopped == "test_own was best (0.9) in epoch 2"
-        assert mgpu.load_checkpoint(tmp_path / "parts" / "best", parts.net)["epoch"] == 2
+        assert mgpu.load_checkpoint(parts.net, tmp_path / "parts" / "best")["epoch"] == 2
 
 
 def test_a_run_that_is_done_is_done(tmp_path):

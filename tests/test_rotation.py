@@ -35,7 +35,7 @@ def names(folder):
 
 def value_in(folder):
     net, trainer = make_run(0.0)
-    step = mgpu.load_checkpoint(folder, net, trainer)["step"]
+    step = mgpu.load_checkpoint(net, folder, trainer)["step"]
     assert net.weight.data(mx.cpu(1)).asnumpy().item() == step
     return step
 

@@ -212,11 +212,11 @@ def test_a_checkpoint_holds_what_evaluation_takes_and_a_resumed_run_continues(lo
         for X, y in data[:3]:
             loop(net, trainer, X, y)
         if resumes:
-            mgpu.save_checkpoint(tmp_path / "c", net, trainer)
+            mgpu.save_checkpoint(net, tmp_path / "c", trainer)
             alone = normed(1)[0]
-            mgpu.load_checkpoint(tmp_path / "c", alone)
+            mgpu.load_checkpoint(alone, tmp_path / "c")
             net, trainer = normed(2)
-            mgpu.load_checkpoint(tmp_path / "c", net, trainer)
+            mgpu.load_checkpoint(net, tmp_path / "c", trainer)
         else:
             saved = [param.data(mx.cpu(1)).asnumpy() for param in (net[0].running_mean, net[0].running_var)]
         for X, y in data[3:]:

@@ -194,14 +194,14 @@ def test_a_run_resumes_with_and_without_it(tmp_path, optimizer, number, how):
         trainer = make_trainer(net, first, OPTIMIZERS[optimizer])
         train(net, trainer)
         folder = tmp_path / str(first)
-        mgpu.save_checkpoint(folder, net, trainer)
+        mgpu.save_checkpoint(net, folder, trainer)
         net.save_parameters(str(tmp_path / "net"))
         trainer.save_states(str(tmp_path / "states"))
         for second in (False, True):
             net = small_net(cpus(number))
             trainer = make_trainer(net, second, OPTIMIZERS[optimizer])
             if how == "checkpoint":
-                mgpu.load_checkpoint(folder, net, trainer)
+                mgpu.load_checkpoint(net, folder, trainer)
             else:
                 net.load_parameters(str(tmp_path / "net"), ctx=trainer.contexts)
                 trainer.load_states(str(tmp_path / "states"))

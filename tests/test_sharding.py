@@ -221,7 +221,7 @@ def test_what_cannot_be_split_is_told(call, told):
 @pytest.mark.parametrize("shards", [1, ([1],), ([1], 2), (1, [2]), ([], []), ([1], [1, 2])])
 def test_a_function_returns_as_many_shards_of_features_as_of_labels(shards):
     with pytest.raises(ShardError, match="split_f: got .* expected as many shards"):
-        mgpu.eval_batch(gluon.nn.Dense(1), None, None, CTX, split_f=lambda X, y, devices: shards)
+        mgpu.eval_batch(gluon.nn.Dense(1), None, None, ctx=CTX, split_f=lambda X, y, devices: shards)
 
 
 @pytest.mark.parametrize("ctx", [[], CTX[:1] * 2, mx.cpu(0), ["cpu(0)"], [mx.cpu_pinned(0)]])

@@ -103,7 +103,7 @@ def test_sigterm_and_sigusr1_save_and_end_with_their_code(defaults, devices, tmp
     for pair in data[:3]:
         mgpu.train_batch(by_hand, LOSS, trainer, *pair)
     loaded = make_net(devices)
-    assert mgpu.load_checkpoint(tmp_path / "last", loaded, make_trainer(loaded))["epoch"] == 1
+    assert mgpu.load_checkpoint(loaded, tmp_path / "last", make_trainer(loaded))["epoch"] == 1
     for name, param in loaded._collect_params_with_prefix().items():
         expected = by_hand._collect_params_with_prefix()[name].data(devices[0]).asnumpy()
         assert (param.data(devices[0]).asnumpy() == expected).all()

@@ -31,19 +31,19 @@ def test_a_batch_tells_what_came_of_it(micro_steps, shards, arrays):
 def test_prediction_mode_and_training_mode():
     net = initialized(nn.Dropout(0.5), CTX)
     ones = np.ones((60, 10), "float32")
-    batch = mgpu.eval_batch(net, ones, np.zeros(60), CTX)
+    batch = mgpu.eval_batch(net, ones, np.zeros(60), ctx=CTX)
     assert all((output.asnumpy() == 1).all() for output in batch.outputs)
     assert (batch.losses, batch.num_examples) == ([], 60)
     split = partial(mgpu.split_batch, batch_axis=(0, 1))
-    assert mgpu.eval_batch(net, ones, {"y": np.zeros((9, 60))}, CTX, split_f=split).num_examples == 60  # was 0
+    assert mgpu.eval_batch(net, ones, {"y": np.zeros((9, 60))}, ctx=CTX, split_f=split).num_examples == 60  # was 0
     with autograd.record():  # inside somebody's record, too
-        assert all((output.asnumpy() == 1).all() for output in mgpu.eval_batch(net, ones, np.zeros(60), CTX).outputs)
+        assert all((output.asnumpy() == 1).all() for output in mgpu.eval_batch(net, ones, np.zeros(60), ctx=CTX).outputs)
 
 
 def test_losses_are_those_of_the_loss(devices):
     net = small_net(devices)
     X, y = small_batches([5])[0]
-    batch = mgpu.eval_batch(net, X, y, devices, loss=LOSS)
+    batch = mgpu.eval_batch(net, X, y, ctx=devices, loss=LOSS)
     scores = np.concatenate([output.asnumpy() for output in batch.outputs]).astype("float64")
     by_hand = np.log(np.exp(scores).sum(axis=1)) - scores[np.arange(5), y]
     np.testing.assert_allclose(np.concatenate([loss.asnumpy() for loss in batch.losses]), by_hand, rtol=1e-5)
@@ -82,7 +82,7 @@ def test_a_value_error_of_mxnets_names_shard_and_device_too(wrap):
     net.hybridize()
     net = wrap(net)
     with pytest.raises(StepError, match=r"eval_batch: .* network for shard 0 on cpu\(0\), shapes \[\(2, 7\), \(2,\)\]") as caught:
-        mgpu.eval_batch(net, np.ones((6, 7)), np.zeros(6), CTX)
+        mgpu.eval_batch(net, np.ones((6, 7)), np.zeros(6), ctx=CTX)
     assert type(caught.value.__cause__) is ValueError
 
 
@@ -124,7 +124,7 @@ def test_legacy_and_np_arrays_in_one_network_are_named():
     net.add(nn.Lambda(lambda x: x.as_np_ndarray()), nn.Dense(3, in_units=4))
     net.initialize(ctx=CTX)
     with pytest.raises(StepError, match=r"Legacy arrays \(`mx.nd`\) and np arrays \(`mx.np`\) are mixed"):
-        mgpu.eval_batch(net, np.ones((6, 4)), np.zeros(6), CTX)
+        mgpu.eval_batch(net, np.ones((6, 4)), np.zeros(6), ctx=CTX)
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), ShardError("mine")], ids=lambda error: type(error).__name__)
@@ -134,7 +134,7 @@ def test_a_value_error_of_the_programs_own_stays_what_it_is(error):
 
     X, y = small_batches([6])[0]
     with pytest.raises(ValueError, match="mine") as caught:
-        mgpu.eval_batch(small_net(CTX), X, y, CTX, loss=fails)
+        mgpu.eval_batch(small_net(CTX), X, y, ctx=CTX, loss=fails)
     assert caught.value is error
 
 

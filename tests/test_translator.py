@@ -83,7 +83,7 @@ def test_what_is_no_list_of_texts_is_refused(texts):
 @mostly_two
 def test_what_is_saved_is_loaded_on_any_devices(devices, arrays, tmp_path):
     translator = made([mx.cpu(0), mx.cpu(1)], cell="lstm", num_layers=2, attention="additive")
-    translator.save(tmp_path / "new" / "model", trained(translator), {"epoch": 3})
+    translator.save(tmp_path / "new" / "model", trained(translator), progress={"epoch": 3})
     loaded = load_translator(tmp_path / "new" / "model", devices)
     assert loaded.net.encoder.embedding.weight.list_ctx() == devices
     for (name, ours), (again, read) in zip(weights(translator).items(), weights(loaded).items()):
@@ -91,7 +91,7 @@ def test_what_is_saved_is_loaded_on_any_devices(devices, arrays, tmp_path):
     assert loaded.options == translator.options
     assert loaded.best(PAIRS.source) == translator.best(PAIRS.source)
     checkpoint = tmp_path / "new" / "model" / "checkpoint"
-    assert mgpu.load_checkpoint(checkpoint, loaded.net, mgpu.Trainer(loaded.net, "adam")) == {"epoch": 3}
+    assert mgpu.load_checkpoint(loaded.net, checkpoint, mgpu.Trainer(loaded.net, "adam")) == {"epoch": 3}
 
 
 def test_a_folder_is_replaced_as_a_whole(tmp_path):

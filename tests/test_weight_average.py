@@ -83,7 +83,7 @@ def test_swa_is_the_mean_over_epochs_and_training_keeps_its_weights(devices, tmp
     assert_same(notes.tested[0], ends[0])  # the first epoch is not averaged
     assert_close(notes.tested[2], {name: (ends[1][name] + ends[2][name]) / 2 for name in ends[0]})
     assert_close(weights(averaged), {name: sum(end[name] for end in ends[1:]) / 3 for name in ends[0]})
-    mgpu.load_checkpoint(tmp_path / "last", averaged)
+    mgpu.load_checkpoint(averaged, tmp_path / "last")
     assert_same(weights(averaged), ends[-1])
 
 
@@ -165,18 +165,18 @@ def test_the_average_in_a_checkpoint(tmp_path, devices, arrays):
     average = mgpu.WeightAverage("ema", decay=DECAY)
     history = mgpu.fit(net, LOSS, make_trainer(net), DATA, DATA, epochs=3, callbacks=[saves, average])
     loaded = make([mx.cpu(0), mx.cpu(1)])
-    assert mgpu.load_checkpoint(tmp_path / "run" / "last", loaded, averaged=True)["epoch"] == 3
+    assert mgpu.load_checkpoint(loaded, tmp_path / "run" / "last", averaged=True)["epoch"] == 3
     assert_same(weights(loaded), {**weights(net), **{k: v for k, v in weights(loaded).items() if "running" in k}})
-    mgpu.load_checkpoint(tmp_path / "run" / "last", loaded)
+    mgpu.load_checkpoint(loaded, tmp_path / "run" / "last")
     assert weights(loaded)["0.weight"].tobytes() != weights(net)["0.weight"].tobytes()
-    best = mgpu.load_checkpoint(tmp_path / "run" / "best", loaded, averaged=True)
+    best = mgpu.load_checkpoint(loaded, tmp_path / "run" / "best", averaged=True)
     expected = history.rows[best["epoch"] - 1]["test_loss"]
     assert mgpu.evaluate(loaded, DATA, loss=LOSS)["loss"] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(mgpu.errors.StateError, match="expected no trainer"):
-        mgpu.load_checkpoint(tmp_path / "run" / "last", loaded, make_trainer(loaded), averaged=True)
-    mgpu.save_checkpoint(tmp_path / "plain", loaded, make_trainer(loaded))
+        mgpu.load_checkpoint(loaded, tmp_path / "run" / "last", make_trainer(loaded), averaged=True)
+    mgpu.save_checkpoint(loaded, tmp_path / "plain", make_trainer(loaded))
     with pytest.raises(mgpu.errors.StateError, match="without averaged weights"):
-        mgpu.load_checkpoint(tmp_path / "plain", loaded, averaged=True)
+        mgpu.load_checkpoint(loaded, tmp_path / "plain", averaged=True)
 
 
 def bn_net(ctx):

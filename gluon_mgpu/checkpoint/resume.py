@@ -127,7 +127,7 @@ def find_resumable(
     errors: List[StateError] = []
     for path in paths:
         try:
-            found = read_checkpoint(path, net, trainer)
+            found = read_checkpoint(net, path, trainer)
             position = position_of(found.content)
             check_data(position, train_iter, test_iter)
         except StateError as error:
@@ -156,7 +156,7 @@ def position_of(content: CheckpointData) -> FitProgress:
     if not content.place:
         raise StateError(
             f"fit: got {content.folder}, which holds no position of a run; expected a checkpoint that fit saved. Load other "
-            "checkpoints with load_checkpoint(folder, net, trainer, states_only=True), and call fit without resume."
+            "checkpoints with load_checkpoint(net, folder, trainer, states_only=True), and call fit without resume."
         )
     with refusing(content.folder):
         check_form(content.progress, _HISTORY, PROGRESS)
@@ -186,7 +186,7 @@ def check_data(position: FitProgress, train_iter: Iterable[Any], test_iter: Opti
     if there and here and there != here and not this_process().rank:  # other processes may have their own data
         raise StateError(
             "fit: got a train_iter of other data or another seed than the run; expected the same. Use those of "
-            "the stopped run, or load_checkpoint(folder, net, trainer, states_only=True) and fit without resume."
+            "the stopped run, or load_checkpoint(net, folder, trainer, states_only=True) and fit without resume."
         )
     for one, epoch in ((train_iter, position.loader_epoch), (test_iter, position.test_epoch)):
         if epoch == -1 and isinstance(one, HasFingerprint):  # other iterators may count from there

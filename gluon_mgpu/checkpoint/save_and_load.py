@@ -28,7 +28,7 @@ from .snapshot import AVERAGE, FILES, CheckpointData, check_content, read_conten
 
 
 def save_checkpoint(
-    folder: Union[str, Path], net: gluon.Block, trainer: Optional[Trainer] = None, progress: Optional[Dict[str, Any]] = None
+    net: gluon.Block, folder: Union[str, Path], trainer: Optional[Trainer] = None, *, progress: Optional[Dict[str, Any]] = None
 ) -> None:
     """Save a network, and the state that its training needs to resume, into a folder.
 
@@ -50,9 +50,9 @@ def save_checkpoint(
 
     Parameters
     ----------
+    net : gluon.Block
     folder : str or pathlib.Path
         Replaced if it holds a checkpoint.
-    net : gluon.Block
     trainer : Trainer, optional
     progress : dict, optional
         Values that JSON can represent.
@@ -73,8 +73,8 @@ def save_checkpoint(
     >>> net = gluon.nn.Dense(1, in_units=1)
     >>> net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_checkpoint(folder + "/c", net, Trainer(net, "adam"), {"epoch": 3})
-    ...     load_checkpoint(folder + "/c", net, Trainer(net, "adam"))
+    ...     save_checkpoint(net, folder + "/c", Trainer(net, "adam"), progress={"epoch": 3})
+    ...     load_checkpoint(net, folder + "/c", Trainer(net, "adam"))
     {'epoch': 3}
     """
     folder = path_of("save_checkpoint", "folder", folder, error=StateError)
@@ -93,8 +93,8 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: Union[str, Path],
     net: gluon.Block,
+    folder: Union[str, Path],
     trainer: Optional[Trainer] = None,
     *,
     states_only: bool = False,
@@ -108,8 +108,8 @@ def load_checkpoint(
 
     Parameters
     ----------
-    folder : str or pathlib.Path
     net : gluon.Block
+    folder : str or pathlib.Path
     trainer : Trainer, optional
     states_only : bool
         The trainer keeps its learning rate, and the random generators their state.
@@ -137,8 +137,8 @@ def load_checkpoint(
     >>> net.initialize(mx.init.One())
     >>> trainer = Trainer(net, "sgd", {"learning_rate": 1.0, "momentum": 0.8})
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_checkpoint(folder + "/c", net, Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9}))
-    ...     load_checkpoint(folder + "/c", net, trainer, states_only=True)
+    ...     save_checkpoint(net, folder + "/c", Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9}))
+    ...     load_checkpoint(net, folder + "/c", trainer, states_only=True)
     {}
     >>> trainer.learning_rate
     1.0
@@ -150,12 +150,12 @@ def load_checkpoint(
             "leave states_only out to load the network alone."
         )
     if flag("load_checkpoint", "averaged", averaged):
-        return _load_average(folder, net, trainer)
-    read = read_checkpoint(folder, net, trainer)
+        return _load_average(net, folder, trainer)
+    read = read_checkpoint(net, folder, trainer)
     return read.restore(generators=not states_only, learning_rate=not states_only).progress
 
 
-def _load_average(folder: Union[str, Path], net: gluon.Block, trainer: Optional[Trainer]) -> Dict[str, Any]:
+def _load_average(net: gluon.Block, folder: Union[str, Path], trainer: Optional[Trainer]) -> Dict[str, Any]:
     """Load a checkpoint's averaged weights, and its running statistics."""
     if trainer is not None:
         raise StateError(
@@ -211,7 +211,7 @@ class ReadCheckpoint:
         return without
 
 
-def read_checkpoint(folder: Union[str, Path], net: gluon.Block, trainer: Optional[Trainer] = None) -> ReadCheckpoint:
+def read_checkpoint(net: gluon.Block, folder: Union[str, Path], trainer: Optional[Trainer] = None) -> ReadCheckpoint:
     """Read a checkpoint of this network and trainer, and check all of it; raise `StateError` as `load_checkpoint` does."""
     folder = path_of("load_checkpoint", "folder", folder, error=StateError)
     _check_given("load_checkpoint", net, trainer)

@@ -32,7 +32,7 @@ def _size(_context: click.Context, _parameter: click.Parameter, text: Optional[s
     help="What to train, FILE.py:FUNCTION or MODULE:FUNCTION: takes batch_size and ctx, and returns a step without "
     "arguments, or (net, loss, trainer, X, y). By default ResNet-18 on images of 28x28.",
 )
-@click.option("--devices", default="auto", help="auto, gpu, gpu*2, gpu:0,2, gpu:4-7, cpu*2, or a count.")
+@click.option("--devices", "ctx", default="auto", help="auto, gpu, gpu*2, gpu:0,2, gpu:4-7, cpu*2, or a count.")
 @click.option(
     "--memory-limit",
     "memory_limit_bytes",

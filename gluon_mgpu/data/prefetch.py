@@ -20,7 +20,7 @@ NUM_HELD = 4  # batches in use, in addition to those loaded ahead: the user's, a
 
 
 def prefetch(
-    data_iter: Iterable[Any], devices: Sequence[Context], *, split_f: SplitFunction = split_batch, num_batches: int = 2
+    data_iter: Iterable[Any], ctx: Sequence[Context], *, split_f: SplitFunction = split_batch, num_batches: int = 2
 ) -> Generator[Shards, None, None]:
     """Yield the shards of every batch, each on its device, and load the next batches while the last step runs.
 
@@ -42,7 +42,7 @@ def prefetch(
     data_iter : iterable of (X, y)
         Shapes (B, ...). While your step runs, `num_batches - 1` more batches have been drawn than yielded. Other readers of the
         same iterator do not see them.
-    devices : list of mxnet.Context
+    ctx : list of mxnet.Context
     split_f : callable (X, y, devices) -> (list of X shards, list of y shards)
     num_batches : int
         Batches loaded ahead, including the next one. 1 loads each batch when you ask for it.
@@ -68,10 +68,10 @@ def prefetch(
     [(2, 3), (2, 3)] [[0, 1], [2, 3]]
     [(1, 3), (1, 3)] [[0], [1]]
     """
-    check_contexts(devices, "prefetch")
+    check_contexts(ctx, "prefetch")
     num_batches = whole_number("prefetch", "num_batches", num_batches, advice="2 is usual.")
     check_iterable("prefetch", "data_iter", data_iter)
-    planner = Planner("prefetch", None, as_split("prefetch", split_f), devices)
+    planner = Planner("prefetch", None, as_split("prefetch", split_f), ctx)
     return _load_ahead(data_iter, planner, num_batches)
 
 

@@ -59,8 +59,8 @@ def export(
     net: gluon.Block,
     path: PathLike,
     sample: Any = None,
-    check: bool = True,
     *,
+    check: bool = True,
     tolerance: float = TOLERANCE,
     dynamic_axes: Optional[Sequence[Group]] = None,
 ) -> Exported:

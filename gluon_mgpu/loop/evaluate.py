@@ -105,7 +105,7 @@ def evaluate(
 
 
 def eval_batch(
-    net: gluon.Block, X: Any, y: Any, devices: Sequence[Context], *, loss: Any = None, split_f: SplitFunction = split_batch
+    net: gluon.Block, X: Any, y: Any, *, ctx: Sequence[Context], loss: Any = None, split_f: SplitFunction = split_batch
 ) -> Batch:
     """Run one batch forward over the devices, in prediction mode, and return its outputs. It does not wait.
 
@@ -117,14 +117,14 @@ def eval_batch(
     net : gluon.Block
     X, y : array, or nested data
         A batch, shapes (B, ...).
-    devices : list of mxnet.Context
+    ctx : list of mxnet.Context
     loss : callable (output, label) -> NDArray, optional
     split_f : callable (X, y, devices) -> (list of X shards, list of y shards)
     """
     check_network("eval_batch", net)
-    check_contexts(devices, "eval_batch")
+    check_contexts(ctx, "eval_batch")
     passes = make_passes("eval_batch", net, loss, "off", kept={})
-    return EvalStep("eval_batch", loss, devices, as_split("eval_batch", split_f), passes)(X, y)
+    return EvalStep("eval_batch", loss, ctx, as_split("eval_batch", split_f), passes)(X, y)
 
 
 class EvalStep:

@@ -94,7 +94,7 @@ class MetricSums:
             about = self._about(batch, i, losses)
             self._hold(about, losses if batch.plan else losses.detach())
 
-    def add(self, name: str, value: Array, count: int, place: Place = None) -> None:
+    def add(self, name: str, value: Array, count: int, *, place: Place = None) -> None:
         """Add a sum over `count` things: an array of one element, on any device; with virtual shards, equal in all processes."""
         if not isinstance(name, str) or not is_device_array(value) or value.size != 1 or not is_whole(count) or count < 0:
             raise TrainerError(
@@ -137,17 +137,17 @@ class MetricSums:
             self.restore(counts, sums, [mx.cpu()])
         return counts, sums
 
-    def restore(self, counts: Mapping[str, int], sums: Mapping[str, Any], contexts: Sequence[Context]) -> None:
+    def restore(self, counts: Mapping[str, int], sums: Mapping[str, Any], ctx: Sequence[Context]) -> None:
         """Continue from the result of `state`, on these devices."""
-        by_name: Dict[str, Place] = {"None": None, **{str(context): context for context in contexts}}
+        by_name: Dict[str, Place] = {"None": None, **{str(context): context for context in ctx}}
         for key, count in counts.items():
             text, name = key.split("/", 1)
-            place = int(text) if text.isdigit() else by_name.get(text, contexts[0])
+            place = int(text) if text.isdigit() else by_name.get(text, ctx[0])
             if not self._is_own(place):
                 continue
             self._counts[place, name] += count
             if key in sums:
-                context = place if isinstance(place, ContextType) else contexts[0]
+                context = place if isinstance(place, ContextType) else ctx[0]
                 self._sum(name, place, mx.nd.array(sums[key], ctx=context, dtype="float64"))
 
     def _is_own(self, place: Place) -> bool:
@@ -186,7 +186,7 @@ class MetricSums:
             kinds = [[joinable(array.as_nd_ndarray()) for array in arrays] for arrays in zip(*held)]
             joined = [arrays[0] if len(arrays) == 1 else mx.nd.concat(*arrays, dim=0) for arrays in kinds]
             if form[0] == "loss":  # in float64, so that rounding hardly depends on how they were joined
-                self.add("loss", total_of(joined[0].astype("float64")), joined[0].size, place)
+                self.add("loss", total_of(joined[0].astype("float64")), joined[0].size, place=place)
             else:
                 output, label = joined
                 for name, metric in self._joined.items():
@@ -198,7 +198,7 @@ class MetricSums:
             raise TrainerError(
                 f"metrics: got {type(result).__name__} from {name}; expected a pair (sum, count). See gluon_mgpu.accuracy."
             )
-        self.add(name, *result, place)
+        self.add(name, *result, place=place)
 
     def _sum(self, name: str, place: Place, value: Array) -> None:
         total = value.astype("float64").reshape((1,))

@@ -22,7 +22,7 @@ class WeightAverage(Callback):
 
     Each epoch is evaluated with the average: the columns `test_...` are its results, by which `Checkpoint` chooses `best` and
     `EarlyStopping` stops. Training and checkpoints keep the trained weights. Checkpoints also hold the average: a resumed run has
-    the same bits, and `load_checkpoint(folder, net, averaged=True)` reads it. It needs the memory of the weights once more on
+    the same bits, and `load_checkpoint(net, folder, averaged=True)` reads it. It needs the memory of the weights once more on
     each device, twice while it evaluates.
 
     Parameters

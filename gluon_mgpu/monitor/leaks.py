@@ -82,7 +82,7 @@ class LeakCheck(Callback):
     ----------
     every : int
         Steps between two samples; more in a long run. `fit` takes samples at its reports, about two per second.
-    contexts : sequence of mxnet.Context
+    ctx : sequence of mxnet.Context
         GPUs to measure in addition to the host; the trainer's in `fit`. CPU contexts use the host's memory.
     tolerance_bytes : float, bytes per step
         Growth that counts as bookkeeping.
@@ -90,7 +90,7 @@ class LeakCheck(Callback):
     Raises
     ------
     TrainerError
-        `every` is not a whole number of 1 or more, `tolerance_bytes` is not a number of 0 or more, or `contexts` is not a list of
+        `every` is not a whole number of 1 or more, `tolerance_bytes` is not a number of 0 or more, or `ctx` is not a list of
         contexts.
     MissingExtraError
         When it takes its first sample: psutil is not installed.
@@ -105,10 +105,10 @@ class LeakCheck(Callback):
     1.0
     """
 
-    def __init__(self, every: int = 20, *, contexts: Sequence[Context] = (), tolerance_bytes: float = 256.0) -> None:
+    def __init__(self, every: int = 20, *, ctx: Sequence[Context] = (), tolerance_bytes: float = 256.0) -> None:
         self._every = whole_number("LeakCheck", "every", every, advice="20 steps are usual.")
         self._tolerance = real_number("LeakCheck", "tolerance_bytes", tolerance_bytes, advice="256 bytes per step are usual.")
-        self._gpus = gpus_among("LeakCheck", contexts)
+        self._gpus = gpus_among("LeakCheck", ctx)
         self._process: Any = None
         self._clear()
 

@@ -26,13 +26,11 @@ _MOST = 2048  # samples in memory; beyond this number, every second one is dropp
 _GIB = 2**30
 
 
-def gpus_among(operation: str, contexts: Sequence[Context]) -> List[Context]:
+def gpus_among(operation: str, ctx: Sequence[Context]) -> List[Context]:
     """Return the GPUs among contexts; raise `TrainerError` unless this is a list of contexts."""
-    if not isinstance(contexts, (list, tuple)) or not all(isinstance(context, ContextType) for context in contexts):
-        raise TrainerError(
-            f"{operation}: got contexts={short(contexts)}; expected a list of contexts. Pass [mx.gpu(0)], or leave it out."
-        )
-    return [context for context in contexts if context.device_type == "gpu"]
+    if not isinstance(ctx, (list, tuple)) or not all(isinstance(context, ContextType) for context in ctx):
+        raise TrainerError(f"{operation}: got ctx={short(ctx)}; expected a list of contexts. Pass [mx.gpu(0)], or leave it out.")
+    return [context for context in ctx if context.device_type == "gpu"]
 
 
 class Monitor(Callback):
@@ -48,7 +46,7 @@ class Monitor(Callback):
         1 writes `monitor-1.jsonl`, and so on.
     interval_s : float, seconds
         Between two samples.
-    contexts : sequence of mxnet.Context
+    ctx : sequence of mxnet.Context
         The GPUs to monitor; the trainer's in `fit`. CPU contexts share the host's memory and cores.
 
     Attributes
@@ -59,7 +57,7 @@ class Monitor(Callback):
     Raises
     ------
     TrainerError
-        `interval_s` is not a number of 0.1 or more, or `contexts` is not a list of contexts.
+        `interval_s` is not a number of 0.1 or more, or `ctx` is not a list of contexts.
     MissingExtraError
         When it starts: psutil is not installed; for a folder, matplotlib.
 
@@ -71,13 +69,11 @@ class Monitor(Callback):
     True
     """
 
-    def __init__(
-        self, folder: Union[None, str, Path] = None, *, interval_s: float = 1.0, contexts: Sequence[Context] = ()
-    ) -> None:
+    def __init__(self, folder: Union[None, str, Path] = None, *, interval_s: float = 1.0, ctx: Sequence[Context] = ()) -> None:
         self.interval_s = real_number("Monitor", "interval_s", interval_s, low=0.1, high=1e6, advice="1 second is usual.")
         self.folder = None if folder is None else path_of("Monitor", "folder", folder)
         self.samples: List[Sample] = []
-        self._gpus = gpus_among("Monitor", contexts)
+        self._gpus = gpus_among("Monitor", ctx)
         self._state: Optional[FitState] = None
         self._thread: Optional[threading.Thread] = None
         self._stop = threading.Event()

@@ -111,6 +111,7 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
         stages: Union[Stages, Sequence[gluon.Block]],
         ctx: Sequence[Any],
         micro_batches: int = 1,
+        *,
         schedule: str = "1f1b",
         recompute: bool = False,
     ) -> None:

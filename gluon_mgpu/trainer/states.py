@@ -196,7 +196,7 @@ def check_state(
             raise StateError(
                 f"{operation}: got {source} of a trainer with {short(saved_class)} where this one has {class_name(optimizer)}, "
                 f"with MXNet {mx.__version__}; expected the same class. Make the trainer with the optimizer of the file, or load "
-                "the network alone: load_checkpoint(folder, net)."
+                "the network alone: load_checkpoint(net, folder)."
             )
         _check_counts(state, layout, optimizer)
         states_on(layout, optimizer, state.states, str(source), shapes or {})

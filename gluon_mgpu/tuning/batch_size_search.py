@@ -126,7 +126,7 @@ class BatchSizes:
 def find_batch_size(
     workload: Workload,
     *,
-    devices: Union[None, str, int] = None,
+    ctx: Union[None, str, int] = None,
     memory_limit_bytes: int = 0,
     first: int = 16,
     max_batch_size: int = 65536,
@@ -147,7 +147,7 @@ def find_batch_size(
         or script, which calls `npx.set_np()` itself if it uses np arrays. It returns a function without arguments that makes
         one step, or the arguments of `train_batch`, `(net, loss, trainer, X, y)`. A script that passes its own function calls
         this below `if __name__ == "__main__":`.
-    devices : None, str or int
+    ctx : None, str or int
         As `use_devices` accepts them. Only the new processes use them, so this process takes no GPU memory.
     memory_limit_bytes : int
         0, the default: a GPU's memory; on CPU contexts nine tenths of the free memory. There the complete process of the probe
@@ -171,14 +171,14 @@ def find_batch_size(
 
     Examples
     --------
-    >>> found = find_batch_size("train.py:make", devices="cpu*2", on_result=lambda found: print(found.probes[-1]))
+    >>> found = find_batch_size("train.py:make", ctx="cpu*2", on_result=lambda found: print(found.probes[-1]))
     ... # doctest: +SKIP
     batch 16: 0.55 GiB, 181 (178 to 184) examples/s, fits
     ...
     >>> found.recommended  # doctest: +SKIP
     64
     """
-    reference, spec = reference_of("find_batch_size", workload), "auto" if devices is None else str(devices)
+    reference, spec = reference_of("find_batch_size", workload), "auto" if ctx is None else str(ctx)
     whole_number("find_batch_size", "first", first, high=_MOST, advice="Pass an int.")
     whole_number("find_batch_size", "max_batch_size", max_batch_size, high=_MOST, advice="Pass an int.")
     whole_number("find_batch_size", "memory_limit_bytes", memory_limit_bytes, low=0, high=_MOST, advice="Pass an int.")

@@ -146,15 +146,15 @@ class Translator:
         """Return the best translation of each text."""
         return [found[0].text for found in self.translate(texts, **search)]
 
-    def on_device(self, context: Context) -> Translator:
+    def on_device(self, ctx: Context) -> Translator:
         """Return a translator with copies of the weights on one device: to translate with a network that spans devices."""
         made = Translator(self.source_vocabulary, self.target_vocabulary, **self.options)
         values = structural_params(self.net)
         for name, param in structural_params(made.net).items():
-            set_values(param, values[name].list_data()[0].as_in_context(context), context)
+            set_values(param, values[name].list_data()[0].as_in_context(ctx), ctx)
         return made
 
-    def save(self, folder: PathLike, trainer: Optional[Trainer] = None, progress: Optional[Dict[str, Any]] = None) -> None:
+    def save(self, folder: PathLike, trainer: Optional[Trainer] = None, *, progress: Optional[Dict[str, Any]] = None) -> None:
         """Write a folder that `load_translator` reads.
 
         ```

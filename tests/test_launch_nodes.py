@@ -8,13 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from gluon_mgpu.distributed import LaunchError
-from gluon_mgpu.distributed.launcher import guard
+from gluon_mgpu.distributed.launcher import guard, heartbeats
 from gluon_mgpu.distributed.launcher.job import Job
 from gluon_mgpu.distributed.launcher.supervisor import run_job
 
@@ -87,7 +88,7 @@ def test_a_failure_anywhere_ends_all(hosts, mark, failing):
     outputs = [launcher.stdout.read().decode() for launcher in launchers]
     assert "KeyError: 'bad node'" in outputs[failing]
     assert f"rank {failing} on node {failing} ({socket.gethostname()}) exited with status 1" in outputs[failing]
-    assert f"node {failing} (127.0.0.1, ranks {failing} to {failing}) has sent no heartbeat" in outputs[1 - failing], outputs
+    assert f"node {failing} (127.0.0.1, ranks {failing} to {failing}) sends no heartbeat" in outputs[1 - failing], outputs
     assert marked(mark) == []
 
 
@@ -106,7 +107,7 @@ def test_a_lost_machine_ends_the_others(hosts, mark, lost, signum):
     for pid in frozen:
         os.kill(pid, getattr(signal, signum))
     assert launchers[1 - lost].wait(timeout=240) == 1
-    assert f"node {lost} (127.0.0.1, ranks {lost} to {lost}) has sent no heartbeat" in launchers[1 - lost].stdout.read().decode()
+    assert f"node {lost} (127.0.0.1, ranks {lost} to {lost}) sends no heartbeat" in launchers[1 - lost].stdout.read().decode()
     for pid in frozen if signum == "SIGSTOP" else ():
         os.kill(pid, signal.SIGCONT)
     assert (b"this machine stood still" in launchers[lost].communicate(timeout=240)[0]) == (signum == "SIGSTOP")
@@ -205,6 +206,42 @@ def test_a_port_in_use_is_named(tmp_path, hosts, number):
         assert run_job(replace(job, num_nodes=1)) == 0  # which does not use it
 
 
+@pytest.fixture
+def watches():
+    """Three watches that have joined, although another program was there first."""
+    port, pipes = quiet_port(), {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with contextlib.ExitStack() as stack:
+        started = []
+        other = stack.enter_context(socket.socket())
+        for rank in range(3):
+            place = map(str, ("127.0.0.1", port, "127.0.0.1", rank, 3, 2))
+            command = [sys.executable, "-I", "-S", heartbeats.__file__, *place]
+            started.append(stack.enter_context(subprocess.Popen(command, text=True, **pipes)))
+            stack.callback(started[-1].kill)
+            if not rank:
+                assert until(lambda: not other.connect_ex(("127.0.0.1", port)))
+        assert [watch.stdout.readline() for watch in started] == ["all machines have joined\n"] * 3
+        yield started
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_all_machines_name_the_one_that_is_lost(watches, lost):
+    """The others named node 0, which has ended because of it, after eight seconds more."""
+    watches[lost].kill()
+    others = [watch for watch in watches if watch != watches[lost]]
+    assert codes(*others) == [1, 1]
+    told = f"node {lost} (127.0.0.1, ranks {2 * lost} to {2 * lost + 1}) sends no heartbeat: it has failed"
+    assert all(watch.stdout.read().startswith(told) for watch in others)
+
+
+def test_no_watch_ends_before_the_workers_of_all_machines(watches):
+    for rank in (1, 0, 2):
+        time.sleep(0.2)
+        assert [watch.poll() for watch in watches] == [None] * 3
+        print(file=watches[rank].stdin, flush=True)
+    assert codes(*watches) == [0, 0, 0]
+
+
 def ip(*words):
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=240)
 
@@ -294,8 +331,8 @@ def test_hosts_train_lose_each_other_and_recover(network, hosts, mark, monkeypat
     launchers = [hosts.start(rank, DESCEND, prefix=enter[rank], **options) for rank in range(2)]
     assert until(lambda: checkpoint.exists() and json.loads(checkpoint.read_text())[0] >= 10)
     network.plug(1, "down")
-    assert until(lambda: b"node 1 (10.213.0.2, ranks 1 to 1) has sent no heartbeat" in launcher_log(hosts, 0))
-    assert until(lambda: b"node 0 (10.213.0.1, ranks 0 to 0) has sent no heartbeat" in launcher_log(hosts, 1))
+    assert until(lambda: b"node 1 (10.213.0.2, ranks 1 to 1) sends no heartbeat" in launcher_log(hosts, 0))
+    assert until(lambda: b"node 0 (10.213.0.1, ranks 0 to 0) sends no heartbeat" in launcher_log(hosts, 1))
     network.plug(1, "up")
     assert [launcher.wait(timeout=240) for launcher in launchers] == [0, 0]
     resumed = int(hosts.log(0, 0, 1).split()[2])

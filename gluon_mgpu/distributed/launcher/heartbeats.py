@@ -1,105 +1,144 @@
-"""One machine's place in a group of ps-lite, MXNet's transport, whose heartbeats show which machine is lost. Run as a program.
+"""Connects the machines of a job, and shows which one is lost. It is a script, run by its path next to a machine's workers.
 
-    node 0   launcher ──► scheduler ◄─ heartbeats ─┐
-                 └──────► watch ───────────────────┤
-    node 1   launcher ──► watch ───────────────────┘
+    node 0   launcher ──► watch ◄─┬─ a connection from each machine, with a byte a second in both directions
+    node 1   launcher ──► watch ──┘
 
-    python -m gluon_mgpu.distributed.launcher.heartbeats PROCESSES      DMLC_ROLE=scheduler or worker, PORT above the root's
+    heartbeats.py NODE_0 PORT OWN_ADDRESS NODE_RANK NUM_NODES NUM_LOCAL
 
-The training has a store, or Horovod, of its own: it may join late, or never. A watch prints `JOINED` when all are there. One
-that reads a line, because the workers of its machine have ended, waits for the others, and ends with 0 when those of all machines
-have. It names a machine that has sent no heartbeat, and ends with 1.
+A watch prints `JOINED` when all are there. One that reads a line, because the workers of its machine have ended, waits for the
+others, and ends with 0 when those of all machines have. It names a machine that sends no heartbeat, and ends with 1.
+It imports nothing of this package, so that it starts in milliseconds and holds few bytes.
 """
 
 from __future__ import annotations
 
 import os
-import re
+import select
+import socket
 import sys
-import threading
 import time
-from typing import Dict, NoReturn
-
-from ...mxnet_internals.library import Store
+from contextlib import suppress
+from typing import Any, Dict, List, NoReturn, Set, Tuple
 
 JOINED = "all machines have joined"
-LIMIT_S = 8  # without a heartbeat; they come once a second
-_SCHEDULER = 1  # its number in ps-lite
-# printed by the scheduler with PS_VERBOSE=1
-_JOINED = re.compile(r"assign rank=(\d+) to node role=worker, ip=([\d.]+), port=(\d+)")
+LIMIT_S = 8.0  # without a heartbeat
+_EVERY_S = 1.0
+_STDIN = 0
+# What machines send: "my workers run", "they have ended" (of node 0: those of all machines), and "this machine is lost", its name
+_RUNNING, _ENDED, _LOST = b".", b"e", b"!"
 
 
 class Watch:
-    """Watches machines by their heartbeats.
+    """Watches the machines at the other ends of its connections.
 
     Parameters
     ----------
-    num_local : int
-        Workers of each machine.
+    names : dict of socket to str
+        On node 0 all other machines, on the others node 0.
+    is_first : bool
+        Whether this is node 0.
     """
 
-    def __init__(self, num_local: int) -> None:
-        self._num_nodes, self._num_local = int(os.environ["DMLC_NUM_WORKER"]), num_local
-        self._names: Dict[int, str] = {}  # of machines, by their numbers in ps-lite
-        self._has_joined = threading.Event()
+    def __init__(self, names: Dict[socket.socket, str], *, is_first: bool) -> None:
+        self._names, self._is_first = names, is_first
+        self._running: Set[Any] = {_STDIN, *(names if is_first else ())}  # what has not ended yet
+        self._now = self._sent_at = time.monotonic()
+        self._heard_at = dict.fromkeys(names, self._now)
+        self._sent, self._paused_s = b"", 0.0
 
-    def schedule(self) -> None:
-        """Join the machines, and watch them."""
-        reader, writer = os.pipe()
-        sys.stderr = os.fdopen(os.dup(2), "w")
-        os.dup2(writer, 2)
-        threading.Thread(target=self._read_joined, args=(reader,), daemon=True).start()
-        self._store = Store("dist_async")
-        self._store.run_server(lambda *_: None)
+    def watch(self) -> None:
+        """Exchange heartbeats until the workers of all machines have ended. Exit with 1 if a machine is lost."""
+        while self._heard_at:
+            self._send()
+            inputs: List[Any] = [*self._heard_at, *({_STDIN} & self._running)]
+            ready = select.select(inputs, [], [], _EVERY_S)[0]
+            self._now, before = time.monotonic(), self._now
+            self._paused_s = max(self._paused_s, self._now - before)
+            for one in ready:
+                if one == _STDIN:
+                    os.read(_STDIN, 1)
+                    self._running.discard(_STDIN)
+                else:
+                    self._receive(one)
+            for peer, at in self._heard_at.items():
+                if self._now - at > LIMIT_S:
+                    self._lose(peer)
 
-    def join(self) -> None:
-        """Join the other machines, and watch the scheduler."""
-        threading.Thread(target=self._end, daemon=True).start()
-        self._store = Store("dist_async")  # waits for the others
-        self._has_joined.set()
-        print(JOINED, file=sys.stderr, flush=True)
-        self._names[_SCHEDULER] = self._name(0, os.environ["DMLC_PS_ROOT_URI"])
-        self._watch()
+    def _send(self) -> None:
+        state = _RUNNING if self._running else _ENDED
+        if state != self._sent or self._now - self._sent_at >= _EVERY_S:
+            self._sent, self._sent_at = state, self._now
+            for peer in self._heard_at:
+                with suppress(OSError):  # it is lost: reading from it says so
+                    peer.send(state)
 
-    def _read_joined(self, reader: int) -> None:
-        with open(reader, errors="replace") as lines:
-            for line in lines:
-                joined = _JOINED.search(line)
-                if joined:
-                    node_rank = int(joined.group(3)) - int(os.environ["DMLC_PS_ROOT_PORT"]) - 1
-                    self._names[int(joined.group(1))] = self._name(node_rank, joined.group(2))
-                    if len(self._names) == self._num_nodes:
-                        threading.Thread(target=self._watch, daemon=True).start()
+    def _receive(self, peer: socket.socket) -> None:
+        text = b""
+        with suppress(OSError):
+            text = peer.recv(4096)
+        self._heard_at[peer] = self._now
+        states, is_lost, name = text.partition(_LOST)
+        if is_lost and not self._is_first:
+            self._end(name.decode(errors="replace"))
+        elif not text and (self._running or not self._is_first):
+            self._lose(peer)
+        elif not text or (_ENDED in states and not self._is_first):  # node 0 ends last
+            del self._heard_at[peer]
+        elif _ENDED in states:
+            self._running.discard(peer)
 
-    def _name(self, node_rank: int, address: str) -> str:
-        if node_rank not in range(self._num_nodes):  # its port was taken, and ps-lite has chosen another one
-            return f"the machine at {address}"
-        first = node_rank * self._num_local
-        return f"node {node_rank} ({address}, ranks {first} to {first + self._num_local - 1})"
+    def _lose(self, lost: socket.socket) -> NoReturn:
+        name = self._names.pop(lost)
+        for peer in self._names:
+            with suppress(OSError):
+                peer.send(_LOST + name.encode())
+        self._end(name)
 
-    def _watch(self) -> NoReturn:
-        paused_s = 0.0
-        begun = looked = time.monotonic()
-        while True:
-            time.sleep(0.5)
-            looked, before = time.monotonic(), looked
-            paused_s = max(paused_s, looked - before)
-            for number, name in self._names.items() if looked - begun > LIMIT_S else ():  # the first heartbeats may be late
-                if self._store.num_lost(number, LIMIT_S):
-                    told = f"{name} has sent no heartbeat for {LIMIT_S} s: it has failed, or cannot be reached. See its output."
-                    if paused_s > LIMIT_S:  # its heartbeats are older than that because nobody has read them
-                        told = f"this machine stood still for {paused_s:.0f} s; the others have ended without it."
-                    print(told, file=sys.stderr, flush=True)
-                    os._exit(1)
+    def _end(self, name: str) -> NoReturn:
+        told = f"{name} sends no heartbeat: it has failed, or cannot be reached. See its output."
+        if self._paused_s > LIMIT_S:
+            told = f"this machine stood still for {self._paused_s:.0f} s; the others have ended without it."
+        sys.exit(told)
 
-    def _end(self) -> NoReturn:
-        """Wait for the workers of this machine, then for those of the others."""
-        if sys.stdin.readline():
-            self._has_joined.wait()
-            self._store.barrier()
-        os._exit(0)
+
+def accept(address: str, port: int, num_nodes: int) -> Dict[int, Tuple[socket.socket, str]]:
+    """Return a connection from each other machine, and its address, by its number."""
+    found: Dict[int, Tuple[socket.socket, str]] = {}
+    with socket.create_server((address, port), backlog=num_nodes) as server:
+        while len(found) < num_nodes - 1:
+            peer, (other, _) = server.accept()
+            peer.settimeout(1.0)
+            try:
+                rank = int(peer.recv(16))
+            except (OSError, ValueError):  # another program
+                rank = 0
+            if 0 < rank < num_nodes:
+                found[rank] = peer, other
+    return found
+
+
+def connect(root: str, port: int, address: str, node_rank: int) -> socket.socket:
+    """Return a connection to node 0 from this address, once all other machines have one."""
+    while True:
+        with suppress(OSError):  # node 0 is not there yet
+            peer = socket.create_connection((root, port), 1.0, (address, 0))
+            break
+        time.sleep(0.2)
+    peer.send(b"%d" % node_rank)
+    select.select([peer], [], [])  # until its first heartbeat
+    return peer
+
+
+def main(root: str, port: int, address: str, *numbers: int) -> None:
+    """Join the other machines, and watch them."""
+    node_rank, num_nodes, num_local = numbers
+    found = {0: (connect(root, port, address, node_rank), root)} if node_rank else accept(address, port, num_nodes)
+    print(JOINED, file=sys.stderr, flush=True)
+    names = {}
+    for rank, (peer, where) in found.items():
+        names[peer] = f"node {rank} ({where}, ranks {rank * num_local} to {(rank + 1) * num_local - 1})"
+    Watch(names, is_first=not node_rank).watch()
 
 
 if __name__ == "__main__":
-    watch = Watch(int(sys.argv[1]))
-    watch.schedule() if os.environ["DMLC_ROLE"] == "scheduler" else watch.join()
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:]))

@@ -14,7 +14,7 @@ from typing import IO, NamedTuple
 from ..process import exit_code_of
 from . import guard
 from .output import Log
-from .tasks import MACHINES, WATCHES, Task
+from .tasks import MACHINES, Task
 
 _LATE_S = 1.0  # for the rest of an output
 _READ = 1 << 16
@@ -127,7 +127,7 @@ class Started:
         if os.WIFSIGNALED(self.status):
             signum = os.WTERMSIG(self.status)
             what, code = f"was killed by {_NAMES.get(signum, f'signal {signum}')}", 128 + signum
-        elif self.task.name in WATCHES and lines:
+        elif self.task.name == MACHINES and lines:
             return Failure(lines[-1], 1)
         elif asked:
             cause = f"{who} {what}: a signal has asked it to stop. Start the job again."

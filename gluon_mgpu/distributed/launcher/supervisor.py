@@ -30,7 +30,7 @@ from .job import Job
 from .network import find_addresses, reserve_port
 from .output import Output
 from .started import Failure, Started
-from .tasks import MACHINES, WATCHES, Task, tasks
+from .tasks import MACHINES, Task, tasks
 
 _NOT_JOINED = (
     "got no connection of all {} machines for {:.0f} s; expected each to join node 0 at {}:{}. Start the same command on each, "
@@ -45,7 +45,6 @@ _FAILED_S = 1.0  # for the other workers to end after a failure: they have nothi
 _RETURN_S = 60.0  # for the other machines to stop their processes, and to join again
 _LATE_S = 5.0  # for a launcher to end after a second signal
 _LONG_S = 60.0
-_LINGER_S = 1.0  # for the scheduler to let the other machines know that all have ended
 _SAME_S = 0.5  # timeout(1) sends SIGTERM twice: two within this time count as one
 _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -129,7 +128,7 @@ class Supervisor:
         job = self._job = self._next() if restart else self._job
         with ExitStack() as stack:
             if job.master and job.num_nodes > 1:
-                port = job.master[1] + restart * (job.num_nodes + 2)  # late messages of an earlier attempt do not reach it
+                port = job.master[1] + restart * 2  # late messages of an earlier attempt do not reach it
                 for own in (0,) if job.node_rank else (port, port + 1):
                     stack.enter_context(reserve_port(self._host, own))
             else:
@@ -140,14 +139,12 @@ class Supervisor:
             wanted = tasks(job, self._host, (self._root, port), self._counts.name)
             _check_limit(len(wanted))
             try:
-                first = next(at for at, task in enumerate(wanted) if task.name not in WATCHES)
+                first = next(at for at, task in enumerate(wanted) if task.name != MACHINES)
                 failure = self._run(wanted[:first], self._have_all_joined) if first else None
                 failure = failure or self._run(wanted[first:], self._have_all_ended)
                 if failure is not None:
                     self._stop_workers(failure)
                     self._slots.append(failure.slot)
-                elif job.num_nodes > 1 and not job.node_rank:
-                    time.sleep(_LINGER_S)
                 return failure
             finally:  # leave nothing running, whatever happened
                 guard.kill_descendants()
@@ -231,7 +228,7 @@ class Supervisor:
         grace_s = self._job.grace_s if asked else min(self._job.grace_s, _FAILED_S)
         if not asked:
             for one in self._started:
-                if one.task.name in WATCHES:
+                if one.task.name == MACHINES:
                     one.signal(signal.SIGKILL)  # the other machines notice
         signals, deadline = self._signals.take() or [failure.asked or signal.SIGTERM], time.monotonic() + grace_s
         while self._workers_left():

@@ -8,13 +8,13 @@ from typing import Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 from ...runtime.openmp_threads import num_cores
 from ..process import ALONE, COLLECTIVES, HOROVODS
+from . import heartbeats
 from .job import Job
 from .network import interface_of, unused_numbers
 
 _SERVER = (sys.executable, "-m", "gluon_mgpu.distributed.launcher.server")
 _RENDEZVOUS = (sys.executable, "-m", "gluon_mgpu.distributed.launcher.rendezvous")
-_WATCH = (sys.executable, "-m", "gluon_mgpu.distributed.launcher.heartbeats")
-WATCHES = MACHINES, HEARTBEATS = "machines", "heartbeats"
+MACHINES = "machines"
 
 
 class Task(NamedTuple):
@@ -23,7 +23,7 @@ class Task(NamedTuple):
     Attributes
     ----------
     name : str
-        A worker's rank, "server 0", "scheduler", "rendezvous", or one of `WATCHES`.
+        A worker's rank, "server 0", "scheduler", "rendezvous", or `MACHINES`, the watch.
     command : tuple of str
     environ : dict of str to str
         The complete environment.
@@ -46,14 +46,14 @@ def tasks(job: Job, host: str, root: Tuple[str, int], counts: str = "") -> List[
     host : str
         The address at which the other machines reach this one.
     root : tuple of (str, int)
-        The address and the port of the scheduler or the rendezvous. The next ones are those of the heartbeats.
+        The address and the port of the scheduler or the rendezvous. The next port is that of the heartbeats.
     counts : path, optional
         The file in which the workers count their collective calls.
     """
     own = {*ALONE.variables(), "HOROVOD_RANK"}  # those of a launcher around this one
     base = {name: value for name, value in os.environ.items() if not name.startswith("DMLC_") and name not in own}
     base[COLLECTIVES] = counts
-    serving = _watches(job, host, (root[0], root[1] + 1), base) if job.num_nodes > 1 else []
+    serving = [_watch(job, host, root, base)] if job.num_nodes > 1 else []
     if job.backend == "horovod" and job.num_nodes * job.num_processes > 1:
         if not job.node_rank:
             serving.append(Task("rendezvous", (*_RENDEZVOUS, root[0], str(root[1])), base))
@@ -82,13 +82,11 @@ def _with_unix_sockets(found: Sequence[Task]) -> List[Task]:
     return [task._replace(environ={**task.environ, **ours, "PORT": str(number)}) for task, number in zip(found, numbers)]
 
 
-def _watches(job: Job, host: str, root: Tuple[str, int], base: Mapping[str, str]) -> List[Task]:
-    """Return the scheduler of the heartbeats, on node 0, and this machine's watch."""
-    command = (*_WATCH, str(job.num_processes))
-    own = {"DMLC_NODE_HOST": host, "PORT": str(root[1] + 1 + job.node_rank), "PS_HEARTBEAT_INTERVAL": "1", "PS_VERBOSE": "1"}
-    environ = {**base, **_store_environ(root, job.num_nodes, 0), **own}
-    watch = Task(MACHINES, command, {**environ, "DMLC_ROLE": "worker", "PS_VERBOSE": "0"})
-    return [watch] if job.node_rank else [Task(HEARTBEATS, command, {**environ, "DMLC_ROLE": "scheduler"}), watch]
+def _watch(job: Job, host: str, root: Tuple[str, int], base: Mapping[str, str]) -> Task:
+    """Return this machine's watch, which exchanges heartbeats with node 0."""
+    numbers = map(str, (job.node_rank, job.num_nodes, job.num_processes))
+    script = (sys.executable, "-I", "-S", heartbeats.__file__)
+    return Task(MACHINES, (*script, root[0], str(root[1] + 1), host, *numbers), base)
 
 
 def _store_environ(root: Tuple[str, int], num_workers: int, num_servers: int) -> Dict[str, str]:

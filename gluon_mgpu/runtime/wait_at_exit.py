@@ -35,11 +35,9 @@ def _wait_unless_failed(mxnet: Any, pid: int) -> None:
 
 
 class _Fail:
-    """Ends the process with status 1 when the interpreter clears `sys`: after all exit handlers, with all output written.
+    """Ends the process with status 1 when the interpreter clears `sys`: after all exit handlers, with all output written."""
 
-    The interpreter chooses status 0 before exit handlers run; exiting in a handler would skip the later ones.
-    """
-
+    # Tried in a handler: sys.exit leaves the status 0, os._exit skips later handlers and open files, a broken stdout gives 120.
     def __del__(self, end: Callable[[int], Any] = os._exit, num: Callable[[], int] = os.getpid, pid: int = os.getpid()) -> None:
         if num() == pid:
             end(1)

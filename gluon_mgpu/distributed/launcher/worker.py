@@ -47,7 +47,7 @@ def main(arguments: List[str]) -> None:
             _end_now(status & 0xFF)
         _program["end"] = end  # it holds the program's variables
     except BaseException as error:
-        traceback = error.__traceback__
+        traceback = error.__traceback__  # tried: with runpy, exec and sys.excepthook, it begins with the frames of their callers
         while traceback is not None and traceback.tb_frame.f_code.co_filename in _OURS:
             traceback = traceback.tb_next
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)

@@ -4,7 +4,7 @@ import configparser
 import re
 from pathlib import Path
 
-from gluon_mgpu.runtime import gpu_builds
+from gluon_mgpu.devices import gpu_builds
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent

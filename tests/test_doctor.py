@@ -17,8 +17,8 @@ from gluon_mgpu.doctor.findings import Examination
 from gluon_mgpu.doctor.gpu_checks import check_driver, check_gpus
 from gluon_mgpu.doctor.machine_checks import Packages, check_packages, inspect_packages
 from gluon_mgpu.doctor.probe import check_openblas, try_gradient
+from gluon_mgpu.doctor.settings import Setting
 from gluon_mgpu.runtime import environment
-from gluon_mgpu.runtime.environment import Setting
 from gluon_mgpu.runtime.nvidia.nvml import Driver, Gpu, GpuProcess
 
 from .fake_nvml import install
@@ -195,7 +195,7 @@ def test_a_healthy_machine_fits_one_screen():
 
 
 def test_json_holds_everything(monkeypatch):
-    monkeypatch.setattr(report.environment, "_set_here", {"CUDA_DEVICE_ORDER"})  # by the doctor's process, not by its user
+    monkeypatch.setattr(report.environment, "set_here", {"CUDA_DEVICE_ORDER"})  # by the doctor's process, not by its user
     found = json.loads(doctor("--devices", "cpu*2", "--json"))
     assert list(found) == ["machine", "packages", "driver", "why_no_driver", "mxnet", "problems"]
     assert found["mxnet"]["trained"] == ["cpu(0)", "cpu(1)"] and {"MKLDNN", "ONEDNN"}.intersection(found["mxnet"]["features"])

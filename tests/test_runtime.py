@@ -100,7 +100,7 @@ def test_what_mxnet_needs_is_named(monkeypatch, error, told):
 )
 def test_settings_are_defaults_and_can_be_switched_off(monkeypatch, environment, expected):
     monkeypatch.setattr(os, "environ", {**clean(**environment), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
-    monkeypatch.setattr(runtime, "_set_here", set())
+    monkeypatch.setattr(runtime, "set_here", set())
     runtime.prepare()
     assert os.environ.get("MXNET_CPU_TEMP_COPY") == expected
 
@@ -254,6 +254,7 @@ def test_cores_are_the_smaller_of_affinity_and_quota_rounded_up(cgroups, monkeyp
 MALLOC = """
     import ctypes
     import gluon_mgpu as mgpu
+    from gluon_mgpu.doctor.settings import settings
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
     # glibc gives an array above its threshold a mapping of its own: its chunk's second lowest size bit says so.
@@ -263,7 +264,7 @@ MALLOC = """
         libc.free(array)
         return bool(size & 2)
     print(is_mapped(20 * 2**20), is_mapped(40 * 2**20))
-    print([(s.value, s.source) for s in mgpu.runtime.settings() if s.name.startswith("M_")])
+    print([(s.value, s.source) for s in settings() if s.name.startswith("M_")])
 """
 GLIBC = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="the C library is not glibc")
 
@@ -271,7 +272,7 @@ GLIBC = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"
 @GLIBC
 @pytest.mark.parametrize("is_ours, found", [(True, "4"), (False, "128")])
 def test_one_context_takes_few_buffers(monkeypatch, is_ours, found):
-    monkeypatch.setattr(runtime, "_set_here", {"MXNET_CPU_TEMP_COPY"} if is_ours else set())
+    monkeypatch.setattr(runtime, "set_here", {"MXNET_CPU_TEMP_COPY"} if is_ours else set())
     monkeypatch.setenv("MXNET_CPU_TEMP_COPY", "128")
     runtime.set_one_context()
     assert os.environ["MXNET_CPU_TEMP_COPY"] == found

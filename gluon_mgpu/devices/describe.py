@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Dict, List, Optional
 
 from ..runtime import environment
-from ..runtime.gpu_builds import advice
 from ..runtime.nvidia.nvml import Gpu, try_driver
 from ..runtime.nvidia.visible import Visible, visible_gpus
 from ..runtime.openmp_threads import read_lines
 from . import mxnet_gpus
+from .gpu_builds import advice
 
 
 @dataclass(frozen=True)

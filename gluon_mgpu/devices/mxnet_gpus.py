@@ -10,9 +10,9 @@ import mxnet as mx
 from mxnet import Context
 
 from ..errors import DeviceError, last_line
-from ..runtime.gpu_builds import BUILDS, advice
 from ..runtime.nvidia.nvml import Driver, try_driver
 from ..runtime.nvidia.visible import CudaDevice, visible_gpus
+from .gpu_builds import BUILDS, advice
 
 
 @lru_cache(maxsize=None)

@@ -16,9 +16,10 @@ from ..devices.describe import DeviceInfo, describe_devices
 from ..devices.select import resolve_devices
 from ..errors import DeviceError, MissingExtraError, last_line
 from ..runtime import environment, openmp_threads
-from ..runtime.environment import Setting
 from ..runtime.loaded import mxnet as mx
 from .findings import Examination, Problem, describe_error
+from .settings import Setting
+from .settings import settings as settings_of
 
 _PREFIX = "threads of cpu("
 _LIBRARY = re.compile(r"lib(cudart|cudnn|cublas|nccl|cufft|curand|cusolver|nvrtc|cuda)[-_.]\S*|libmxnet\.so")
@@ -37,7 +38,7 @@ def probe(spec: str) -> Dict[str, Any]:
     for context in contexts:
         exam.check("devices", try_gradient, context)
     exam.check("devices", check_devices, devices)
-    settings = exam.run("settings", [], environment.settings, contexts)
+    settings = exam.run("settings", [], settings_of, contexts)
     exam.check("settings", check_settings, os.environ.get("GLUON_MGPU_RUNTIME", ""))
     several = openmp_threads.num_engine_workers() > 1
     exam.check("OpenBLAS", check_openblas, settings, features, several)

@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Dict, Iterator, List, Sequence, Set
 
@@ -36,39 +35,7 @@ ENVIRONMENT = {
 # array gets its own mapping, and trimming is "never", -1.
 ALLOCATOR = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1)}
 
-_KEEPS_MEMORY = "malloc keeps the memory of arrays for the next ones: the kernel clears fewer pages."
-# The settings' values by this package and with GLUON_MGPU_RUNTIME=off, and the reason.
-_SETTINGS = {
-    "M_MMAP_MAX": ("0", "glibc's default", _KEEPS_MEMORY),
-    "M_TRIM_THRESHOLD": ("never", "glibc's default", _KEEPS_MEMORY),
-    "MXNET_CPU_TEMP_COPY": ("128", "4", "CPU contexts share so many temporary buffers, and wait for each other if few."),
-    "CUDA_DEVICE_ORDER": ("PCI_BUS_ID", "FASTEST_FIRST", "gpu(i) is GPU i of nvidia-smi; CUDA puts the fastest kind first."),
-}
-_OFF = "GLUON_MGPU_RUNTIME=off keeps the value that it has without gluon_mgpu."
-
-_set_here: Set[str] = set()  # names in ENVIRONMENT and ALLOCATOR that took effect through this package
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The current state of a runtime setting.
-
-    Attributes
-    ----------
-    name : str
-    value : str
-        The value in effect.
-    source : str
-        Where it comes from: `environment`, `gluon_mgpu`, `MXNet's default`, or `off`: with
-        `GLUON_MGPU_RUNTIME=off` it has the value that it would have without this package.
-    reason : str
-        The reason for the value, in a sentence.
-    """
-
-    name: str
-    value: str
-    source: str
-    reason: str
+set_here: Set[str] = set()  # names in ENVIRONMENT and ALLOCATOR that took effect through this package
 
 
 def is_off() -> bool:
@@ -83,7 +50,7 @@ def prepare() -> None:
     if not is_off():
         missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
         os.environ.update(missing)
-        _set_here.update(missing)
+        set_here.update(missing)
         _set_allocator()
         cuda_libraries.preload()
 
@@ -145,50 +112,32 @@ _one_thread: List[bool] = []  # of the blocks around
 
 
 def _threads_alone() -> int:
-    return 1 if any(_one_thread) else 0 if _why_not_all_cores() else num_cores()
-
-
-def settings(contexts: Sequence[Any] = ()) -> List[Setting]:
-    """Return the runtime settings in effect, their sources and reasons.
-
-    Parameters
-    ----------
-    contexts : sequence of mxnet.Context
-        Contexts to include, in addition to those used before. It reads their threads, which starts their engine workers.
-
-    Examples
-    --------
-    >>> [setting.value for setting in settings() if setting.name == "MXNET_CPU_TEMP_COPY"]
-    ['128']
-    """
-    ids = {context.device_id for context in contexts if context.device_type == "cpu"}
-    found = [_threads_setting(device_id) for device_id in sorted(ids.union(openmp_threads.contexts_seen()))]
-    return found + [_setting(name) for name in _SETTINGS]
+    return 1 if any(_one_thread) else 0 if why_not_all_cores() else num_cores()
 
 
 def without_ours() -> Dict[str, str]:
     """Return the environment that this process was given, without the variables that it has set here."""
-    return {name: value for name, value in os.environ.items() if name not in _set_here}
+    return {name: value for name, value in os.environ.items() if name not in set_here}
 
 
 def set_one_context() -> None:
     """Let a program of one context use MXNet's own number of temporary buffers: each keeps the size of its largest use."""
-    if "MXNET_CPU_TEMP_COPY" in _set_here:
-        os.environ["MXNET_CPU_TEMP_COPY"] = _SETTINGS["MXNET_CPU_TEMP_COPY"][1]
+    if "MXNET_CPU_TEMP_COPY" in set_here:
+        os.environ["MXNET_CPU_TEMP_COPY"] = "4"
 
 
 def _set_allocator() -> None:
     """Let malloc keep the memory of large arrays for the next ones, unless the environment chooses otherwise."""
-    if _why_not_allocator():
+    if why_not_allocator():
         return
     mallopt = ctypes.CDLL(None).mallopt
     for name, (parameter, value) in ALLOCATOR.items():
         if mallopt(parameter, value) != 1:
             return
-        _set_here.add(name)
+        set_here.add(name)
 
 
-def _why_not_allocator() -> str:
+def why_not_allocator() -> str:
     """Return why malloc's settings are not changed, "" if they are."""
     variables = [name for name in sorted(os.environ) if name.startswith("MALLOC_")]
     if "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
@@ -200,7 +149,7 @@ def _why_not_allocator() -> str:
     return "" if hasattr(ctypes.CDLL(None), "mallopt") else "The C library is not glibc."
 
 
-def _why_not_all_cores() -> str:
+def why_not_all_cores() -> str:
     """Return why a single CPU context keeps its threads, "" if it gets all cores."""
     for name in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"):
         if os.environ.get(name):
@@ -208,28 +157,3 @@ def _why_not_all_cores() -> str:
     if not openmp_threads.has_own_workers():
         return "MXNET_ENGINE_TYPE is not the default engine, whose contexts have their own workers."
     return ""
-
-
-def _threads_setting(device_id: int) -> Setting:
-    name, value = f"threads of cpu({device_id})", str(openmp_threads.ask_threads(device_id) or "unknown")
-    if is_off():
-        return Setting(name, value, "off", _OFF)
-    if openmp_threads.were_set(device_id):
-        reason = "A single context gets every core of this process; MXNet takes half of them."
-        if value == "1":
-            reason = "One thread each: several CPU contexts with several threads each can hang in OpenBLAS."
-        return Setting(name, value, "gluon_mgpu", reason)
-    is_given = any(os.environ.get(one) for one in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"))
-    reason = _why_not_all_cores() or "It ran operations before use_devices. Call use_devices earlier."
-    return Setting(name, value, "environment" if is_given else "MXNet's default", reason)
-
-
-def _setting(name: str) -> Setting:
-    ours, own, reason = _SETTINGS[name]
-    if name in _set_here:
-        return Setting(name, os.environ.get(name, ours), "gluon_mgpu", reason)
-    if name in os.environ:
-        return Setting(name, os.environ[name], "environment", reason)
-    if is_off():
-        return Setting(name, own, "off", _OFF)
-    return Setting(name, "unknown", "environment", _why_not_allocator() or "mallopt refused it.")

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+import imports
 import numpy as np
 import pytest
 import report
@@ -93,6 +94,11 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios():
     assert report.ratio_to_ours(other, [ours, other], "t_s") == report.Spread(2.0, 1.0, 3.0)
     assert median([3.0, 20.0, 2.0]) / median([1.0, 10.0, 2.0]) == 1.5
     assert report.ratio_to_ours(other, [other], "t_s") is None
+
+
+def test_imports_are_compared_within_each_round():
+    found = {imports.MXNET: [2.0, 4.0, 2.0], "import gluon_mgpu, mxnet": [2.2, 4.0, 2.6]}
+    assert [line[2] for line in imports.table(found)[2]] == ["1.000", "1.100"]
 
 
 # Translators

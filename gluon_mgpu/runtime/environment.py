@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 from contextlib import contextmanager
-from importlib import metadata
 from typing import Any, Dict, Iterator, List, Sequence, Set
 
 from ..errors import MissingExtraError, last_line
@@ -80,6 +79,8 @@ def install(extra: str) -> str:
     >>> install("monitor")
     "pip install 'nvidia-ml-py>=12.535' 'psutil>=5'"
     """
+    from importlib import metadata  # which imports email and zipfile, for an error only
+
     try:
         required = metadata.requires("gluon_mgpu") or []
     except metadata.PackageNotFoundError:  # imported from a clone that is not installed

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence
 
 import click
+import imports
 import report
 import scaling as processes
 import seq2seq as translations
@@ -148,6 +149,15 @@ def scaling(num_processes: List[int], rounds: int, steps: int, horovod: bool) ->
     with progress() as show:
         processes.measure(rows, rounds=rounds, steps=steps, on_message=show)
     print_table(*processes.table(rows))
+
+
+@main.command("import")
+@click.option("--rounds", type=click.IntRange(1), default=15, help="Rounds; each runs every program.")
+def import_(rounds: int) -> None:
+    """Compare the processor time of importing gluon_mgpu with MXNet's alone."""
+    with progress() as show:
+        found = imports.measure(rounds=rounds, on_message=show)
+    print_table(*imports.table(found))
 
 
 class _Comparison:

@@ -16,7 +16,7 @@ import pytest
 from gluon_mgpu.checkpoint import snapshot
 from gluon_mgpu.errors import SaveError, StateError, TrainerError
 from gluon_mgpu.models.hybrid_block import new_parameter
-from gluon_mgpu.trainer.steps.loss_scaler import LossScaler
+from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet.gluon import nn
 
 from .conftest import LOSS, cpus, initialized, largest_difference, seed_all, sequential, small_batches, small_net, weights_of

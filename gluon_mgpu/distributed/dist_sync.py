@@ -9,8 +9,8 @@ import mxnet as mx
 import numpy as np
 
 from ..errors import ProcessError
-from ..mxnet_internals.blocks import living
 from ..mxnet_internals.c_calls import barrier, leave_at_exit
+from ..mxnet_internals.living import living
 from ..mxnet_internals.versions import is_mxnet2
 from ..nested import Array
 from .process import Process

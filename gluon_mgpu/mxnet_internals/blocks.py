@@ -5,9 +5,8 @@ Source: MXNet 1.9.1, python/mxnet/gluon/block.py.
 
 from __future__ import annotations
 
-import gc
 from operator import attrgetter
-from typing import Any, Dict, Iterator, List, Set, Tuple
+from typing import Any, Dict, List, Set, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -15,6 +14,7 @@ from mxnet import gluon
 from mxnet.gluon.block import _flatten, _regroup
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
+from .living import living
 from .versions import is_mxnet2
 
 BaseBatchNorm = _BatchNorm  # of BatchNorm and SyncBatchNorm
@@ -125,18 +125,6 @@ def class_axis(loss: Any) -> Any:
 def batch_axis_of(loss: Any) -> Any:
     """Return the axis of the examples of one of Gluon's losses, None if it has none."""
     return getattr(loss, "_batch_axis", None)
-
-
-def living(kind: type) -> Iterator[Any]:
-    """Yield all objects of a class in this process. What the program has frozen with `gc.freeze()` stays frozen."""
-    is_frozen = gc.get_freeze_count() > 0
-    if is_frozen:  # get_objects() does not list those
-        gc.collect()  # so that no garbage is frozen with them
-        gc.unfreeze()
-    things = gc.get_objects()
-    if is_frozen:
-        gc.freeze()
-    return (thing for thing in things if issubclass(type(thing), kind))  # calls nothing of the things
 
 
 def compiled_with(params: Set[int]) -> List[gluon.HybridBlock]:

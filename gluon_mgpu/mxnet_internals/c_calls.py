@@ -207,10 +207,3 @@ def leave_at_exit(store: Any) -> None:
 def barrier(store: Any) -> None:
     """Wait until all processes of a store have reached this call."""
     store._barrier()
-
-
-def free_store(store: Any) -> None:
-    """End a store's threads at once: they would run on at the exit of the process, and abort it."""
-    leave_at_exit(store)  # freed, it would wait for workers that wait for this one
-    store.__del__()
-    store.handle.value = None  # so that a second __del__ does nothing

@@ -57,16 +57,6 @@ class Store:
         """Serve, or schedule, until the job ends. `controller(number, text, pointer)` gets the commands of the workers."""
         self._check(self._library.MXKVStoreRunServer(self.handle, _CONTROLLER(controller), None))
 
-    def num_lost(self, node: int, limit_s: int) -> int:
-        """Return how many of the machines of this number have sent no heartbeat for so many seconds."""
-        found = ctypes.c_int()
-        self._check(self._library.MXKVStoreGetNumDeadNode(self.handle, node, ctypes.byref(found), limit_s))
-        return found.value
-
-    def barrier(self) -> None:
-        """Wait until all workers have reached this call."""
-        self._check(self._library.MXKVStoreBarrier(self.handle))
-
     def _check(self, status: int) -> None:
         if status:
             raise RuntimeError(self._library.MXGetLastError().decode(errors="replace"))

@@ -22,6 +22,7 @@ import sys
 from contextlib import suppress
 from typing import Any, Dict, List, NoReturn
 
+from ...mxnet_internals.living import free_stores
 from ...runtime.wait_at_exit import finish
 from .guard import PASSED_ON
 
@@ -75,10 +76,7 @@ def _finish() -> None:
         _end_now(0)
     if not finish(mxnet):
         _end_now(1)
-    from ...mxnet_internals import blocks, c_calls  # MXNet is there
-
-    for store in list(blocks.living(mxnet.kvstore.kvstore.KVStore)):
-        c_calls.free_store(store)
+    free_stores(mxnet)
 
 
 def _end_now(status: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What a network, a loss, a metric or a data iterator may offer in addition to Gluon's methods. All of it is optional."""
+"""What a network or a loss may offer in addition to Gluon's methods. All of it is optional."""
 
 from __future__ import annotations
 
@@ -64,17 +64,3 @@ class HasEvaluation(Protocol):
     """A loss that `fit` and `evaluate` report by another one, `evaluation`: without label smoothing, for example."""
 
     evaluation: Any
-
-
-@runtime_checkable
-class JoinsShards(Protocol):
-    """A metric that returns the sum over all shards if it gets them joined: `joins_shards` is true."""
-
-    joins_shards: bool
-
-
-@runtime_checkable
-class HasFingerprint(Protocol):
-    """A data iterator whose `fingerprint` tells its data and their order from others; its `epoch` is never negative."""
-
-    fingerprint: str

@@ -16,7 +16,6 @@ from ..distributed import group
 from ..distributed.process import this_process
 from ..errors import StateError
 from ..mxnet_internals.loaders import samplers_of, shuffles_in_cpp
-from ..protocols import HasFingerprint
 from ..runtime.environment import logger
 from ..runtime.untrusted_files import COUNT, check_form
 from ..trainer.trainer import Trainer
@@ -182,14 +181,14 @@ def check_data(position: FitProgress, train_iter: Iterable[Any], test_iter: Opti
 
     It compares fingerprints and numbers, where data iterators have them. Between epochs, another number is a warning.
     """
-    there, here = position.data, train_iter.fingerprint if isinstance(train_iter, HasFingerprint) else ""
+    there, here = position.data, getattr(train_iter, "fingerprint", "")
     if there and here and there != here and not this_process().rank:  # other processes may have their own data
         raise StateError(
             "fit: got a train_iter of other data or another seed than the run; expected the same. Use those of "
             "the stopped run, or load_checkpoint(net, folder, trainer, states_only=True) and fit without resume."
         )
     for one, epoch in ((train_iter, position.loader_epoch), (test_iter, position.test_epoch)):
-        if epoch == -1 and isinstance(one, HasFingerprint):  # other iterators may count from there
+        if epoch == -1 and hasattr(one, "fingerprint"):  # other iterators may count from there
             raise StateError("fit: got a checkpoint in epoch -1 of its data; expected 0 or more. Use another checkpoint.")
     shuffles = isinstance(train_iter, io.NDArrayIter) and train_iter.shuffle
     ahead = bool(getattr(train_iter, "auto_reload", False))  # it draws an order before the epoch begins

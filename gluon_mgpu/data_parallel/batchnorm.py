@@ -72,10 +72,8 @@ class SyncBatchNorm(BaseBatchNorm):
         # MXNet's operator is fast but computes no gradient of the moments. These two factors do: their values are 1 and 0.
         scale = gamma * (inverse / inverse.detach())
         offset = beta + gamma * inverse.detach() * (mean.detach() - mean)
-        moments = mean.detach(), variance.detach()
-        return mx.nd.BatchNorm(
-            x, scale, offset, *moments, axis=options["axis"], eps=options["eps"], fix_gamma=False, use_global_stats=True
-        )
+        options = {"axis": options["axis"], "eps": options["eps"], "fix_gamma": False, "use_global_stats": True}
+        return mx.nd.BatchNorm(x, scale, offset, mean.detach(), variance.detach(), **options)
 
     def _move_stats(self, mean: Any, variance: Any) -> None:
         """Move the running statistics towards those of the batch, also on devices without data."""

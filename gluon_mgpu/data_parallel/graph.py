@@ -13,18 +13,7 @@ from mxnet import autograd, gluon
 
 from ..checks import OF_WRONG_DATA, reason_of, short
 from ..errors import TrainerError
-from ..mxnet_internals.blocks import (
-    NpSymbol,
-    children,
-    flatten,
-    forms_of,
-    has_backend,
-    has_hooks,
-    is_hybridized,
-    options_of,
-    regroup,
-    traced,
-)
+from ..mxnet_internals import blocks
 from ..mxnet_internals.parameters import has_dense_gradient, is_dense
 from ..mxnet_internals.versions import SyncBatchNorm as GluonSyncBatchNorm
 from ..mxnet_internals.versions import is_mxnet2
@@ -77,7 +66,7 @@ class Graph:
         """Return the network's output, in its own form and as arrays of the current mode, from the arrays of its heads."""
         if mx.util.is_np_array():
             arrays = [array.as_np_ndarray() for array in arrays]
-        return regroup(list(arrays), self._form)
+        return blocks.regroup(list(arrays), self._form)
 
 
 def inputs_of(prepare: Preparation, X: Any, y: Any = None) -> List[Array]:
@@ -94,7 +83,7 @@ def inputs_of(prepare: Preparation, X: Any, y: Any = None) -> List[Array]:
         An array is sparse, or not on a device; or the network asks for Python.
     """
     try:
-        arrays: List[Array] = [*flatten(prepare(X), "input")[0], *(leaf for _, leaf in leaves(y))]
+        arrays: List[Array] = [*blocks.flatten(prepare(X), "input")[0], *(leaf for _, leaf in leaves(y))]
     except ValueError as error:  # a dict, for example
         raise NotCompilableError(f"the data have another form: {reason_of(error)}") from error
     for array in arrays:
@@ -145,9 +134,9 @@ def own_method(block: gluon.Block) -> str:
 
 
 def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: bool) -> Graph:
-    data, out = traced(net, *arguments)
-    in_form, out_form = forms_of(net)
-    if not is_legacy and flatten(arguments, "input")[1] != in_form:  # the graph is Gluon's, kept from another call
+    data, out = blocks.traced(net, *arguments)
+    in_form, out_form = blocks.forms_of(net)
+    if not is_legacy and blocks.flatten(arguments, "input")[1] != in_form:  # the graph is Gluon's, kept from another call
         raise NotCompilableError("it was called with arguments of another nesting before")
     heads = list(out.as_nd_ndarray())  # MXNet cannot iterate over np symbols
     names = [symbol.name for symbol in data]
@@ -163,8 +152,8 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
             return one.as_np_ndarray() if isinstance(leaf, mx.np.ndarray) and not is_legacy else one
 
         label = map_leaves(variable, y)
-        is_np = isinstance(out, NpSymbol)
-        output = regroup([head.as_np_ndarray() for head in heads] if is_np else heads, out_form)
+        is_np = isinstance(out, blocks.NpSymbol)
+        output = blocks.regroup([head.as_np_ndarray() for head in heads] if is_np else heads, out_form)
         losses = loss.graph(output, label) if isinstance(loss, HasGraph) else loss(output, label)
         if not isinstance(losses, mx.sym.Symbol) or len(losses.list_outputs()) != 1:
             raise NotCompilableError(f"the loss returns {short(losses)}; expected one array")
@@ -184,7 +173,7 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
     unknown = set(joined.list_inputs()).difference(names, used)
     if unknown:
         raise NotCompilableError(f"the graph reads {', '.join(sorted(unknown))}, which no layer holds")
-    bulk_sizes = {name: size for name, size in options_of(net).items() if name.endswith("_bulk_size")}
+    bulk_sizes = {name: size for name, size in blocks.options_of(net).items() if name.endswith("_bulk_size")}
     draws, is_recurrent = any(map(may_draw, nodes)), "RNN" in operators
     is_plain = not is_legacy and all(map(is_device_array, arguments)) and out_form == 0
     is_plain = is_plain and (loss is None or is_device_array(y))
@@ -207,7 +196,7 @@ def may_draw(node: Dict[str, Any]) -> bool:
 def draws_numbers(block: gluon.Block, inputs: Sequence[Any]) -> bool:
     """Return whether a block may draw random numbers: true if its Python code cannot be traced."""
     if not isinstance(block, gluon.HybridBlock):
-        return type(block) is not gluon.nn.Sequential or any(draws_numbers(one, inputs) for one in children(block))
+        return type(block) is not gluon.nn.Sequential or any(draws_numbers(one, inputs) for one in blocks.children(block))
     graph = symbols_of(block, inputs)
     return graph is None or any(map(may_draw, json.loads(graph[1].tojson())["nodes"]))
 
@@ -215,7 +204,7 @@ def draws_numbers(block: gluon.Block, inputs: Sequence[Any]) -> bool:
 def symbols_of(block: gluon.HybridBlock, inputs: Sequence[Any]) -> Any:
     """Return a block's inputs and its output as symbols, for training; None if its Python code cannot be traced."""
     with suppress(Exception), autograd.record():  # whatever a user's code raises for symbols
-        return traced(block, *inputs)
+        return blocks.traced(block, *inputs)
     return None
 
 
@@ -243,25 +232,25 @@ def reasons_against(net: Any, loss: Any, *, traced_once: bool) -> Iterator[str]:
     if is_mxnet2():
         yield "MXNet 2 has no executors"
         return
-    blocks = [("the network", net)] + [("the loss", loss)] * (loss is not None)
-    for what, block in blocks:
+    both = [("the network", net)] + [("the loss", loss)] * (loss is not None)
+    for what, block in both:
         makes_graph = isinstance(block, (PreparesInputs, HasGraph))
         if not makes_graph and not isinstance(block, gluon.HybridBlock):
             yield f"{what} is a {type(block).__name__}, not a HybridBlock"
         is_known = what == "the loss" and (isinstance(block, HasGraph) or type(block).__module__ == gluon.loss.__name__)
         if not (makes_graph or is_known) and own_method(block):
             yield f"{what} has a {own_method(block)}() of its own, in Python"
-        if not (traced_once or is_hybridized(block) or is_known):
+        if not (traced_once or blocks.is_hybridized(block) or is_known):
             yield f"{what} is not hybridized"
-    for block in [one for _, root in blocks for one in blocks_of(root)]:  # what of one block needs Python in each call
+    for block in [one for _, root in both for one in blocks_of(root)]:  # what of one block needs Python in each call
         named = f"{block.name} ({type(block).__name__})"
-        if has_hooks(block):
+        if blocks.has_hooks(block):
             yield f"{named} has hooks"
         if isinstance(block, (SyncBatchNorm, GluonSyncBatchNorm)):
             yield f"{named} is synchronised over the devices"
         if "forward" in vars(block):
             yield f"{named} has a forward() that was replaced"
-        if has_backend(block):
+        if blocks.has_backend(block):
             yield f"{named} is compiled by a backend"
     for param in net.collect_params().values():
         if not (is_dense(param) and has_dense_gradient(param)):

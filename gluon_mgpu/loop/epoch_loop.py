@@ -18,7 +18,6 @@ from ..data_parallel.step import Batch
 from ..distributed.process import this_process
 from ..errors import TrainerError
 from ..nested import Array, is_device_array
-from ..protocols import HasFingerprint
 from .batch_loop import BatchLoop, EpochOptions, EpochProgress
 from .callbacks import Callback, FitState
 from .metric_sums import MetricSums
@@ -202,7 +201,7 @@ class Run:
             self.state.epoch,
             step=self.state.step,
             num_batches=num_batches_of(self.train_iter),
-            data=self.train_iter.fingerprint if isinstance(self.train_iter, HasFingerprint) else "",
+            data=getattr(self.train_iter, "fingerprint", ""),
             loader_epoch=loader_epoch(self.train_iter),
             test_epoch=loader_epoch(self.test_iter),
             learning_rate=self._learning_rate,

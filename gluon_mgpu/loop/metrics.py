@@ -14,7 +14,6 @@ from ..checks import check_function, instance, whole_number
 from ..errors import TrainerError
 from ..mxnet_internals.blocks import class_axis
 from ..nested import Array, is_device_array
-from ..protocols import JoinsShards
 
 # (output, label) of one shard -> (sum over the shard, an array of one element on its device; how many it sums over)
 Metric = Callable[[Any, Any], Tuple[Array, int]]
@@ -196,8 +195,7 @@ _WORDS = re.compile(
 
 def joins_shards(metric: Metric) -> bool:
     """Return whether a metric returns the sum over joined shards."""
-    metric = getattr(metric, "func", metric)
-    return isinstance(metric, JoinsShards) and metric.joins_shards
+    return getattr(getattr(metric, "func", metric), "joins_shards", False)
 
 
 def check_metrics(metrics: Metrics, outputs: Sequence[Any], labels: Sequence[Any]) -> None:

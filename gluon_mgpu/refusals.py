@@ -24,6 +24,9 @@ _APART = "each device trains its own copy of the whole network"
 _AVERAGED = "Normalise each shard: bn='local', or set_batch_norm(net, 'local')"
 JOINING = "an optimizer that joins parameters"
 _PLAIN = "Call hybridize(False) on that block; replace a SymbolBlock by layers"
+RNN_DROPOUT = "dropout between the layers of a fused RNN on GPUs"
+_UNSEEDED = "cuDNN draws its masks, whatever the seed"
+_STACKED = "Stack layers with num_layers=1 and nn.Dropout between them"
 IN_A_GRAPH, FOREACH = "while_loop, cond, or PReLU between layers", "foreach"
 
 REFUSALS: Tuple[Refusal, ...] = (
@@ -43,6 +46,8 @@ REFUSALS: Tuple[Refusal, ...] = (
     ),
     Refusal("virtual_shards", "a split of your own", "virtual shards have equal sizes", "Pass split_batch without weights"),
     Refusal("virtual_shards", "synchronised BatchNorm", "each virtual shard is normalised by itself", _AVERAGED),
+    Refusal("virtual_shards", RNN_DROPOUT, _UNSEEDED, _STACKED),
+    Refusal("recompute=True", RNN_DROPOUT, _UNSEEDED, _STACKED),
     Refusal("LocalSGD", "several processes", "it averages the devices of one process", "Use a Trainer"),
     Refusal("LocalSGD", "Pipeline", _APART, "Use a Trainer"),
     Refusal("LocalSGD", JOINING, _APART, "Use sgd or adam, or a Trainer"),

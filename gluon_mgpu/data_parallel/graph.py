@@ -21,6 +21,7 @@ from ..nested import Array, is_device_array, leaves, map_leaves
 from ..protocols import HasGraph, PreparesInputs
 from ..refusals import FOREACH
 from ..trainer.parameters import blocks_of
+from ..trainer.seeded_dropout import turn_cudnn_off
 from ..trainer.wrong_graphs import wrong_operators
 from .batchnorm import SyncBatchNorm
 
@@ -161,6 +162,8 @@ def _traced(net: Any, loss: Any, arguments: Tuple[Any, ...], y: Any, is_legacy: 
         symbol = [losses.as_nd_ndarray(), *map(mx.sym.BlockGrad, heads)]
     joined = mx.sym.Group(symbol)
     document = json.loads(joined.tojson())
+    if turn_cudnn_off(document):
+        joined = mx.sym.load_json(json.dumps(document))
     nodes = document["nodes"]
     operators = {node["op"] for node in nodes}
     if "Custom" in operators:

@@ -23,6 +23,7 @@ from ..trainer.options import check_not_recording
 from ..trainer.parameters import has_values, trainers_of
 from ..trainer.recorder import drop_flags
 from ..trainer.running_stats import running_stats
+from ..trainer.seeded_dropout import check_seeds, seed_dropout
 from ..trainer.trainer import Trainer
 from .batchnorm import check_shards
 from .compiled import make_passes
@@ -233,12 +234,15 @@ class TrainStep:
         flag(operation, "ignore_stale_grad", ignore_stale_grad)
         self._asked = (net, loss, split_f, ignore_stale_grad, micro_steps, compiled, trainer.virtual_shards)
         micro_steps = whole_number(operation, "micro_steps", micro_steps, advice="1 is one batch.")
-        trainer.steps.layout.watch(net, loss, *(stage.block for stage in (net.stages if isinstance(net, SpansDevices) else ())))
+        blocks = (net, loss, *(stage.block for stage in (net.stages if isinstance(net, SpansDevices) else ())))
+        trainer.steps.layout.watch(*blocks)
         self.passes = make_passes(operation, net, loss, compiled, trainer=trainer, kept=trainer.kept)
         num_virtual = (trainer.virtual_shards or 0) * micro_steps
         split = as_split(operation, split_f, num_virtual)
         if num_virtual:
+            check_seeds(operation, "virtual_shards", net, trainer.contexts)
             self.passes, micro_steps = VirtualPasses(self.passes, num_virtual, micro_steps), 1
+        seed_dropout(*blocks)
         self._trainer: Trainer = trainer
         self._operation, self._net = operation, net
         self._ignore_stale_grad, self._micro_steps = ignore_stale_grad, micro_steps

@@ -18,6 +18,7 @@ from ..mxnet_internals.versions import require_mxnet1
 from ..nested import Array
 from ..trainer.parameters import blocks_of
 from ..trainer.running_stats import is_running_stat
+from ..trainer.seeded_dropout import check_seeds
 from ..trainer.trainer import Trainer
 from .dispatch import PipelinePasses
 from .schedule import SCHEDULES
@@ -135,6 +136,8 @@ class Pipeline(gluon.Block):  # type: ignore[misc]
                 "Pipeline: got BatchNorm in the data-parallel stage; expected it in the stages before, as its running statistics "
                 "are of whole micro-batches. Begin the stage behind the last BatchNorm."
             )
+        if self.recompute:
+            check_seeds("Pipeline", "recompute=True", self.net, self.all_contexts)
         self._move_params()
 
     def initialize(self, init: Any = None, ctx: Any = None, verbose: bool = False, force_reinit: bool = False) -> None:

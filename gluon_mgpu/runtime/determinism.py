@@ -24,7 +24,8 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> int:
 
     Call it before the network is made, and with `deterministic` before the first operation on a GPU. NumPy's generator also
     decides the order of Gluon's shuffled `DataLoader`. The loaders of this package have seeds of their own, 0 by default, and do
-    not depend on it. In a job, pass the same seed in every process.
+    not depend on it. In a job, pass the same seed in every process. On GPUs, masks of `nn.Dropout` follow the seed
+    once a trainer has the network.
 
     Parameters
     ----------

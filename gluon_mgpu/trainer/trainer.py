@@ -21,6 +21,7 @@ from .loss_scaler import LossScaler
 from .options import Options, as_number, check_gluon_options, made_optimizer
 from .parameters import Params, gluon_order, replica_difference, trainers_of
 from .precision import check_precision, precision_of, set_precision
+from .seeded_dropout import seed_dropout
 from .slab import BUCKET_BYTES
 from .states import read_states, write_states
 from .steps import Steps
@@ -173,6 +174,7 @@ class Trainer(GluonTrainer):
         super().__init__(layout.params, optimizer, list(layout.contexts), list(self.steps.update.updaters.values()))
         if precision is not None:
             set_precision(params, precision)
+        seed_dropout(params)
         self.steps.running_stats.begin()
 
     @property

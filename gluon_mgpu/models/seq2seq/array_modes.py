@@ -11,6 +11,7 @@ from mxnet.util import is_np_array, np_array
 from ...mxnet_internals.blocks import dropout_rate
 from ...mxnet_internals.versions import is_mxnet2
 from ...nested import map_leaves
+from ...trainer import seeded_dropout
 
 Method = Callable[..., Any]
 
@@ -56,7 +57,7 @@ class Embedding(_OnLegacyArrays, nn.Embedding):  # type: ignore[misc]
     """Gluon's layer, for legacy arrays in both modes."""
 
 
-class Dropout(_OnLegacyArrays, nn.Dropout):  # type: ignore[misc]
+class Dropout(_OnLegacyArrays, seeded_dropout.Dropout):
     """Gluon's layer, except that it returns its input without a copy if the rate is 0."""
 
     def __call__(self, x: Any) -> Any:

@@ -18,6 +18,7 @@ from ..mxnet_internals.versions import SyncBatchNorm as GluonSyncBatchNorm
 from ..mxnet_internals.versions import name_of, require_mxnet1
 from ..refusals import refusal
 from ..trainer.parameters import blocks_of, spans_devices
+from .cudnn_batchnorm import would_move
 from .lockstep import defer, exchange, is_in_lockstep, run_in_lockstep
 
 
@@ -49,7 +50,7 @@ class SyncBatchNorm(BaseBatchNorm):
                 "SyncBatchNorm: got hybridize() after convert_sync_batchnorm(); expected hybridize() first. Call "
                 "convert_sync_batchnorm(net) again; to export the network, call mgpu.export(net, path, sample) instead."
             )
-        if is_symbol or not autograd.is_training():
+        if is_symbol or not autograd.is_training() or batch_norm_options(self)["use_global_stats"]:
             return super().forward(x, *args)
         if not is_in_lockstep() and len(self.running_mean.list_ctx()) > 1:
             raise TrainerError(
@@ -65,7 +66,8 @@ class SyncBatchNorm(BaseBatchNorm):
         joint = exchange(self, _shard_moments(x.astype(gamma.dtype, copy=False), options["axis"]))
         if joint.result is None:
             joint.result = _moments(joint.values)
-            defer(partial(self._move_stats, *(moment.detach() for moment in joint.result)))
+            if would_move(self, x):
+                defer(partial(self._move_stats, *(moment.detach() for moment in joint.result)))
         mean, variance = (moment.as_in_context(x.context) for moment in joint.result)
         inverse = mx.nd.rsqrt(variance + options["eps"])
         gamma = mx.nd.ones_like(gamma) if options["fix_gamma"] else gamma

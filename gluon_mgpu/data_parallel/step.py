@@ -15,7 +15,7 @@ from ..distributed import group, own_batches
 from ..errors import TrainerError
 from ..mxnet_internals.parameters import is_open
 from ..mxnet_internals.versions import require_np_arrays
-from ..nested import Array, Fields
+from ..nested import Array, Fields, is_device_array
 from ..protocols import SpansDevices
 from ..refusals import refusal
 from ..trainer.first_weights import check_others
@@ -27,7 +27,9 @@ from ..trainer.seeded_dropout import check_seeds, seed_dropout
 from ..trainer.trainer import Trainer
 from .batchnorm import check_shards
 from .compiled import make_passes
-from .passes import decide_shapes
+from .cudnn_batchnorm import check_values, moves_in_forward
+from .graph import symbols_of
+from .passes import decide_shapes, forgetting_graphs
 from .plan import Plan, Planner, as_split
 from .sharding import SplitFunction, count_examples, split_batch, split_data
 from .virtual_passes import VirtualPasses
@@ -305,6 +307,8 @@ class TrainStep:
             check_shards(self._operation, self._net, len(Xs))
         if self._open and plan.is_new:  # batches of another form may reach other layers
             self._first_batch(X, y, Xs, ys)
+        if plan.is_new:
+            self._check_values(Xs)
         trainer.steps.fresh.follow()  # graphs of the coming pass must not write into former arrays
         outputs, losses, found = passes.run(self._operation, Xs, ys, plan, trainer, on_phase)
         if plan.is_new and self._check is not None:
@@ -328,6 +332,15 @@ class TrainStep:
                 check()
         known = plan if passes.is_compiled and plan.slices else None
         return Batch(outputs, ys, losses, plan.num_examples, num_units, passes.shard_numbers, known, checks)
+
+    def _check_values(self, Xs: Sequence[Any]) -> None:
+        axis, net = self._split.batch_axis, self._net
+        if not isinstance(net, gluon.HybridBlock):
+            return  # it cannot be traced
+        for X in Xs:
+            if is_device_array(X) and moves_in_forward(X.context) and X.shape[axis] == 1:
+                with forgetting_graphs(net):
+                    check_values(self._operation, X, symbols_of(net, [X]))
 
     def _first_batch(self, X: Any, y: Any, Xs: Sequence[Any], ys: Sequence[Any]) -> None:
         """Let the first batch decide the shapes of parameters that layers leave open."""

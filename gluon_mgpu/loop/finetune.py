@@ -8,17 +8,20 @@ from typing import Optional, Union
 from mxnet import gluon
 
 from ..checks import instance, real_number, short, whole_number
+from ..data_parallel.cudnn_batchnorm import use_running_stats
 from ..errors import TrainerError
+from ..mxnet_internals.blocks import BaseBatchNorm
 from ..mxnet_internals.parameters import is_differentiable
-from ..trainer.parameters import named_params
+from ..protocols import SpansDevices
+from ..trainer.parameters import blocks_of, named_params
 from .callbacks import Callback, FitState
 
 
 class Finetune(Callback):
     """Freezes parameters at first; from an epoch on they train with a smaller learning rate than the others.
 
-    The state depends on the epoch alone, so a resumed run continues in the right phase, with the same bits. BatchNorm in frozen
-    layers still follows the data: `use_global_stats=True` keeps its running statistics.
+    The state depends on the epoch alone, so a resumed run continues in the right phase, with the same bits. While a
+    BatchNorm is frozen, it normalises by its running statistics, which stay, as in prediction.
 
     Parameters
     ----------
@@ -74,6 +77,8 @@ class Finetune(Callback):
             chosen = set(self._freeze.collect_params().values())
             found = [param for param in names.values() if param in chosen]
         self._params = list(filter(is_differentiable, found))
+        chosen = set(found)
+        self._layers = [one for one in blocks_of(state.net) if isinstance(one, BaseBatchNorm) and one.running_mean in chosen]
         if not self._params:
             raise TrainerError(
                 f"Finetune: got freeze={self._freeze!r}, which selects no parameter; expected one or more of {short([*names])}. "
@@ -83,6 +88,8 @@ class Finetune(Callback):
     def on_epoch_begin(self, state: FitState) -> None:
         is_unfrozen = self._unfreeze_epoch is not None and max(1, state.epoch) >= self._unfreeze_epoch
         grad_req = "write" if is_unfrozen else "null"
+        stages = [stage.block for stage in (state.net.stages if isinstance(state.net, SpansDevices) else ())]
+        use_running_stats([state.net, *stages], self._layers, not is_unfrozen)
         for param in self._params:
             param.lr_mult = self._lr_mult
             if param.grad_req != grad_req:  # setting it makes new arrays

@@ -14,6 +14,7 @@ from mxnet import Context, MXNetError, autograd
 
 from ..checks import OF_WRONG_DATA, instance
 from ..data_parallel.batchnorm import is_synchronised
+from ..data_parallel.cudnn_batchnorm import moves_in_forward
 from ..data_parallel.graph import draws_numbers
 from ..data_parallel.passes import Passes, Phase, Trained, raise_named
 from ..data_parallel.plan import Plan
@@ -287,8 +288,14 @@ class _Run:
     def _forward(self, task: Task, stage: _DeviceStage, micro_batch: _MicroBatch) -> None:
         tasks = micro_batch.tasks[stage.number] = self._read(stage, micro_batch)
         self._in_order(task, stage, tasks.inputs)
+        is_early = moves_in_forward(stage.device)
+        is_alone = is_early and stage.recomputes and stage not in self._moves
+        if is_alone:
+            stage.stats.remember()
         outputs = self._compute(stage, tasks, micro_batch, records=not stage.recomputes)
-        if stage.device.device_type == "gpu" and stage in self._moves:  # cuDNN moves them in the forward pass
+        if is_alone:
+            stage.stats.put_back()  # the second pass counts
+        if is_early and stage in self._moves:
             moved = stage.stats.take(sum(micro_batch.sizes))
             self._moves[stage] += [] if stage.recomputes else [moved]  # the second pass counts
         if stage.recomputes:  # copies: an output may be an input, and the backward pass waits for outputs before inputs

@@ -15,7 +15,7 @@ from mxnet import Context, gluon
 from mxnet.gluon.rnn.rnn_layer import _RNNLayer
 
 from ..refusals import RNN_DROPOUT, refusal
-from ..runtime.mxnet2 import is_mxnet2
+from ..mxnet_internals.versions import is_mxnet2
 from .parameters import blocks_of
 from .wrong_graphs import hybrid_blocks
 

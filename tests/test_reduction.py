@@ -4,11 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.errors import TrainerError
+from gluon_mgpu.runtime.c_api import PushPull
+from gluon_mgpu.trainer.options import check_tree
 from gluon_mgpu.trainer.slab import Bucket, Slab
 from gluon_mgpu.trainer.sums import clip_values, finite_on_each, global_norm, make_sum
 from mxnet import autograd
@@ -39,6 +44,78 @@ def test_a_slab_becomes_its_sum_on_every_device(size, num_devices, kvstore):
             np.testing.assert_array_equal(gradient.asnumpy(), expected)
         else:
             np.testing.assert_allclose(gradient.asnumpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """Stores that have buffers only for the keys of their first sum, as NCCL's do. Yields those that were made."""
+    stores, own, run = [], mx.kv.create, PushPull.run
+
+    def create(name):
+        store = own("device")
+        store.keys, store.buffers, init = [], None, store.init
+        store.init = lambda key, value: (store.keys.append(key), init(key, value))
+        if name == "nccl":
+            stores.append(store)
+        return store
+
+    def checked(call):
+        store, key = call._kept[0], call._arguments[2][0]
+        store.buffers = store.buffers or list(store.keys)
+        assert key in store.buffers or store not in stores, "Check failed: !is_none()"
+        run(call)
+
+    monkeypatch.setattr(mx.kv, "create", create)
+    monkeypatch.setattr(PushPull, "run", checked)
+    return stores
+
+
+def test_slabs_that_nccl_has_not_seen_get_another_store(nccl):
+    """`find_unused_parameters` and `ignore_stale_grad` sum other slabs in later steps: "Check failed: !is_none()"."""
+    ctx, total = [mx.cpu(0), mx.cpu(1)], make_sum("nccl")
+    slabs = [replace(flat_slab([[i, 1.0], [2.0, 3.0]], ctx), indices=(i,)) for i in range(3)]
+    for some in ([0], [0, 1], [2, 0], [1, 2], [0]):
+        chosen = [slabs[number] for number in some]
+        before = [sum(gradient.asnumpy() for gradient in slab.gradients) for slab in chosen]
+        total.run(chosen)
+        for slab, expected in zip(chosen, before):
+            for gradient in slab.gradients:
+                np.testing.assert_array_equal(gradient.asnumpy(), expected)
+    assert len(nccl) == 3 and nccl[-1].buffers == [0, 1, 2]  # none for sets of slabs that are known
+
+
+def test_a_trainer_with_nccl_trains_layers_that_a_later_batch_reaches(nccl):
+    def trained(kvstore):
+        nets = [nn.Dense(3, in_units=2), nn.Dense(4, in_units=3)]
+        net = nn.HybridSequential()
+        net.add(*nets)
+        net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
+        options = {"kvstore": kvstore, "find_unused_parameters": True, "bucket_bytes": 1, "shard_optimizer": False}
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}, **options)
+        for used in (nets[:1], nets, nets[:1]):
+            with autograd.record():
+                outputs = [mx.nd.ones((2, 2), ctx=context) for context in net[0].weight.list_ctx()]
+                for layer in used:
+                    outputs = [layer(one) for one in outputs]
+                losses = [output.sum(axis=1) for output in outputs]
+            trainer.backward(losses)
+            trainer.step(4)
+        return np.concatenate([param.data(mx.cpu(1)).asnumpy().ravel() for param in net.collect_params().values()])
+
+    np.testing.assert_array_equal(trained("nccl"), trained("device"))
+    assert len(nccl) == 2
+
+
+@pytest.mark.parametrize("value", ["1", "0", "", None])
+def test_sums_by_mxnets_trees_are_refused_on_gpus(monkeypatch, value):
+    """They copy a sum to outputs of all devices, and a sum for the parameter's owner has one."""
+    monkeypatch.delenv("MXNET_KVSTORE_USETREE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MXNET_KVSTORE_USETREE", value)
+    check_tree([mx.cpu(0), mx.cpu(1)])
+    refused = pytest.raises(TrainerError, match="got MXNET_KVSTORE_USETREE=1; expected 0 or none")
+    with refused if value == "1" else nullcontext():
+        check_tree([mx.gpu(0), mx.gpu(1)])
 
 
 BACKWARD = {"plain": "ImperativeBulk", "static": "backward"}

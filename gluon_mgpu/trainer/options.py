@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
-from mxnet import lr_scheduler
+from mxnet import Context, lr_scheduler
 from mxnet import optimizer as opt
 
 from ..checks import flag, instance, one_of, real_number, reason_of, short, whole_number
@@ -110,6 +111,21 @@ def check_gluon_options(layout: Layout, compression_params: Any, update_on_kvsto
     sparse = next((name for name, param in zip(layout.names, layout.params) if not is_dense(param)), None)
     if sparse is not None:
         raise TrainerError(f"Trainer: got {sparse} stored sparsely; expected dense weights. Use gluon.Trainer on one device.")
+
+    check_tree(layout.contexts)
+
+
+def check_tree(contexts: Sequence[Context]) -> None:
+    """Raise `TrainerError` for sums by MXNet's trees: they index the outputs by device, also those that an owner alone gets.
+
+    Source: MXNet 1.9.1, src/kvstore/kvstore_local.h:75, comm_tree.h:249-272.
+    """
+    value = os.environ.get("MXNET_KVSTORE_USETREE", "")
+    if value not in ("", "0") and any(context.device_type == "gpu" for context in contexts):
+        raise TrainerError(
+            f"Trainer: got MXNET_KVSTORE_USETREE={value}; expected 0 or none, as each sum goes to the device that updates the "
+            "parameter, and MXNet's trees copy it to all. Unset it."
+        )
 
 
 def check_virtual(layout: Layout, *, sharded_data: bool, scales: bool, trains_apart: bool, has_counted: bool) -> None:

@@ -89,8 +89,12 @@ class DeviceSum(Sum):
         """
         if slabs is not self._latest:
             several = [(slab, -place) for place, slab in enumerate(slabs) if len(slab.contexts) > 1]
+            for slab, _ in several:  # a new key may change the store
+                self._key_of(slab)
             self._calls = [self._prepared(slab, slab.arrays, slab.summed, priority) for slab, priority in several]
             self._latest = slabs
+            for store in self._stores.values():
+                store.has_summed = True
         for call in self._calls:
             call()
 
@@ -108,31 +112,49 @@ class DeviceSum(Sum):
 
     def _prepared(self, slab: Summand, arrays: List[Array], outputs: List[Array], priority: int) -> Callable[[], None]:
         """Return the sum of arrays of a slab."""
+        arguments = *self._key_of(slab), arrays, outputs, priority
+        return PushPull(*arguments).run if arrays[0].stype == "default" else partial(_push_and_pull, *arguments)
+
+    def _key_of(self, slab: Summand) -> Tuple[mx.kvstore.KVStore, int]:
         if slab.contexts not in self._stores:
             self._stores[slab.contexts] = _Store(self._name, slab.contexts)
-        arguments = *self._stores[slab.contexts].key_of(slab), arrays, outputs, priority
-        return PushPull(*arguments).run if arrays[0].stype == "default" else partial(_push_and_pull, *arguments)
+        return self._stores[slab.contexts].key_of(slab)
 
 
 class _Store:
-    """MXNet's store for sums over some devices, and the keys of the slabs in it."""
+    """MXNet's store for sums over some devices, and the keys of the slabs in it.
+
+    Attributes
+    ----------
+    has_summed : bool
+        NCCL's store then takes no more keys: its first sum makes the buffers of all (MXNet 1.9.1, kvstore_nccl.h:235-253,496).
+    """
 
     def __init__(self, name: str, contexts: Sequence[Context]) -> None:
         # "device" sums on the devices, which must be of one kind
         self._name = name if len({context.device_type for context in contexts}) == 1 else "local"
-        self._keys: Dict[Tuple[object, ...], int] = {}
+        self._keys: Dict[Tuple[Any, ...], int] = {}
         self._kv: mx.kvstore.KVStore = mx.kv.create(self._name)
+        self.has_summed = False
 
     def key_of(self, slab: Summand) -> Tuple[mx.kvstore.KVStore, int]:
         """Return the store of a slab, and its key there."""
         known = (slab.bucket is not None, slab.indices, slab.arrays[0].shape, slab.arrays[0].dtype)
         if known not in self._keys:
-            if slab.bucket is not None and any(one[0] and set(one[1]).intersection(slab.indices) for one in self._keys):  # type: ignore[call-overload]
+            if slab.bucket is not None and any(one[0] and set(one[1]).intersection(slab.indices) for one in self._keys):
                 self._keys = {}  # divided anew: another store frees the memory of the old sums
-                self._kv = mx.kv.create(self._name)
-            self._kv.init(len(self._keys), slab.arrays[0])
+                self._begin()
+            elif self._name == "nccl" and self.has_summed:
+                self._begin()
+            self._kv.init(len(self._keys), slab.gradients[0])
             self._keys[known] = len(self._keys)
         return self._kv, self._keys[known]
+
+    def _begin(self) -> None:
+        """Take another store, with the keys that are known."""
+        self._kv, self.has_summed = mx.kv.create(self._name), False
+        for (_, _, shape, dtype), key in self._keys.items():
+            self._kv.init(key, mx.nd.zeros(shape, dtype=dtype))
 
 
 def _push_and_pull(kv: mx.kvstore.KVStore, key: int, arrays: List[Array], outputs: List[Array], priority: int) -> None:

@@ -12,10 +12,11 @@ import mxnet as mx
 import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli import main
-from gluon_mgpu.doctor import examine, probe, report
+from gluon_mgpu.doctor import examine, operations, probe, report
 from gluon_mgpu.doctor.findings import Examination
 from gluon_mgpu.doctor.gpu_checks import check_driver, check_gpus
 from gluon_mgpu.doctor.machine_checks import Packages, check_packages, inspect_packages
+from gluon_mgpu.doctor.operation_checks import check_operations
 from gluon_mgpu.doctor.probe import check_openblas, try_gradient
 from gluon_mgpu.doctor.settings import Setting
 from gluon_mgpu.runtime import environment
@@ -228,3 +229,101 @@ def test_the_doctor_runs_where_mxnet_cannot_be_imported(tmp_path):
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
     assert any("libcudnn.so.8" in one["what"] for one in found["problems"]) and found["packages"]["versions"]
+
+
+# Operations of a GPU's libraries
+
+
+def test_operations_run_in_a_process_of_their_own():
+    assert check_operations("cpu(0)", ["cpu(1)"]) == []
+
+
+def lines_of(capsys):
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "error"),
+    [(0, "Convolution", "it gave"), (1, "dot", "it gave"), (2, "BatchNorm", "it gave"), (3, "Dropout", "two masks of one seed")],
+)
+def test_each_operation_notices_a_wrong_result(monkeypatch, capsys, place, name, error):
+    own, random = getattr(mx.nd, name), iter(range(100))
+
+    def wrong(*args, **options):
+        found = own(*args, **options)
+        return found * mx.nd.array([next(random)], ctx=found.context).reshape((1,) * found.ndim)
+
+    monkeypatch.setattr(mx.nd, name, wrong)
+    operations.run_operations(mx.cpu(0), [])
+    lines = lines_of(capsys)
+    at = next(number for number, line in enumerate(lines) if line.get("begins") == operations.OPERATIONS[place].name)
+    assert error in lines[at + 1]["error"]
+    assert [line["library"] for line in lines if "begins" in line] == ["cuDNN", "cuBLAS", "cuDNN", "cuRAND", "NVRTC"]
+
+
+def test_a_copy_that_arrives_changed_is_noticed(monkeypatch, capsys):
+    own = mx.nd.NDArray.copyto
+
+    def copyto(array, to):
+        found = own(array, to)
+        if found.size > 7:
+            found[7] = found[7] + 1
+        return found
+
+    monkeypatch.setattr(mx.nd.NDArray, "copyto", copyto)
+    operations.run_operations(mx.cpu(0), [mx.cpu(1)])
+    assert lines_of(capsys)[-2:] == [
+        {"begins": "a copy to cpu(1)", "library": "peer access"},
+        {"error": "1 of 4194304 numbers arrived changed"},
+    ]
+
+
+def test_an_operation_that_raises_is_named(monkeypatch, capsys):
+    def failing(*args, **options):
+        raise mx.MXNetError("CUDNN_STATUS_NOT_INITIALIZED")
+
+    monkeypatch.setattr(mx.nd, "Convolution", failing)
+    operations.run_operations(mx.cpu(0), [])
+    assert lines_of(capsys)[1] == {"error": "CUDNN_STATUS_NOT_INITIALIZED"}
+
+
+BEGINS = """echo '{"begins": "a hybridized block", "library": "NVRTC"}'"""
+SCRIPTS = {
+    "error": (f"""{BEGINS}; echo '{{"error": "NVRTC Compilation failed"}}'""", "(NVRTC): NVRTC Compilation failed."),
+    "crash": (f"{BEGINS}; kill -SEGV $$", "(NVRTC): it ended the process with status -11."),
+    "hang": (f"{BEGINS}; exec sleep 60", "(NVRTC): it did not end within 2 s."),
+    "import": ("echo no; exit 1", "import mxnet failed (CUDA): it ended the process with status 1."),
+}
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_a_device_that_fails_hangs_or_crashes_is_a_problem(monkeypatch, tmp_path, kind):
+    script, expected = SCRIPTS[kind]
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert one(check_operations("gpu(0)", [], limit_s=2), "gpu(0): ", expected).stops_training
+
+
+def test_every_gpu_runs_its_operations_and_copies_to_the_others(monkeypatch):
+    asked = []
+    found = {**NO_FAULT, "trained": ["gpu(0)", "gpu(1)"]}
+    monkeypatch.setattr(report, "run_probe", lambda spec: dict(found))
+    monkeypatch.setattr(report, "check_operations", lambda *arguments: asked.append(arguments) or [])
+    assert "problems" in json.loads(doctor("--json", "--devices", "gpu"))
+    assert asked == [("gpu(0)", ["gpu(1)"]), ("gpu(1)", ["gpu(0)"])]
+
+
+def test_drivers_that_do_not_translate_the_code_of_nvrtc():
+    """Hybridized networks fuse operations on GPUs; NVRTC of CUDA 11.8 writes PTX that drivers before 520.61 refuse."""
+    old = replace(driver(A100, cuda="11.4"), version="470.82.01")
+    one(check_driver(old, "", has_cuda=True, nvrtc="11.8.89"), "NVRTC 11.8.89", "520.61", "MXNET_USE_FUSION=0")
+    for cuda, nvrtc in (("11.4", ""), ("11.8", "11.8.89"), ("12.2", "11.8.89")):
+        assert check_driver(driver(A100, cuda=cuda), "", has_cuda=True, nvrtc=nvrtc) == []
+    assert check_driver(old, "", has_cuda=False, nvrtc="11.8.89") == []
+
+
+def test_newer_drivers_do_not_see_older_gpus():
+    new = replace(driver(cuda="13.1"), version="590.44.01")
+    one(check_driver(new, "", has_cuda=True), "590.44.01 lists no GPU", "branch 580")
+    assert check_driver(replace(new, gpus=(A100,)), "", has_cuda=True) == []

@@ -33,6 +33,11 @@ PRINTED = [  # messages as MXNet, CUDA, Python and others print them, each with 
     ("d2l-version", "AttributeError: module 'd2l.mxnet' has no attribute 'train_ch3'"),
     ("gpu-out-of-memory", "src/storage/./pooled_storage_manager.h:161: cudaMalloc retry failed: out of memory"),
     ("no-kernel-image", "vs. 0) : Name: mxnet_generic_kernel ErrStr:no kernel image is available for execution on the device"),
+    (
+        "nvrtc",
+        "compileResult == NVRTC_SUCCESS (5 vs. 0) : NVRTC Compilation failed. Please set environment variable",
+    ),
+    ("nvrtc", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION: the provided PTX was compiled with an unsupported toolchain."),
     ("cuda-after-fork", "src/storage/./pooled_storage_manager.h:84: CUDA: initialization error"),
     ("mixed-devices", "== default_ctx (gpu(0) vs. gpu(1)) CachedOp requires all inputs to live on the same context. But data"),
     ("function-saves-weight", '  File "train.py", line 12, in forward\n    self.save_for_backward(weight)'),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Iterator, List, Optional
+from typing import Iterator, List, Optional, Tuple
 
 from ..runtime.nvidia.nvml import Driver, Gpu
 from ..runtime.nvidia.visible import visible_gpus
@@ -11,13 +11,16 @@ from ..runtime.units import format_bytes
 from .findings import Problem, describe_error
 
 _OLDEST_DRIVER = "450.80.02"  # for CUDA 11. Source: NVIDIA, "CUDA Compatibility", minor version compatibility.
+NVRTC = "nvidia-cuda-nvrtc-cu11"  # the wheel
+_FOR_FUSION = "520.61.05"  # for CUDA 11.8. Source: NVIDIA, "CUDA Toolkit Release Notes", versions of toolkit and driver.
+_LAST_BRANCH = 580  # of drivers for Maxwell, Pascal and Volta: compute capability 5.0 to 7.0
 _SLOWED = {"hardware slowdown", "temperature", "temperature, by hardware", "power brake"}
 _CROWDED = 0.5  # of a GPU's memory
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SIGNS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")  # the last is Windows's, in WSL 2
 
 
-def check_driver(driver: Optional[Driver], why_not: str, *, has_cuda: bool) -> List[Problem]:
+def check_driver(driver: Optional[Driver], why_not: str, *, has_cuda: bool, nvrtc: str = "") -> List[Problem]:
     """Return problems with the driver; [] if none is installed or required.
 
     Parameters
@@ -27,6 +30,8 @@ def check_driver(driver: Optional[Driver], why_not: str, *, has_cuda: bool) -> L
         Why it could not be read.
     has_cuda : bool
         Whether MXNet was built for GPUs.
+    nvrtc : str
+        The version of the wheel of NVRTC; "" if it is not installed.
     """
     if driver is None:
         if not has_cuda and not any(map(os.path.exists, _SIGNS)):
@@ -37,7 +42,20 @@ def check_driver(driver: Optional[Driver], why_not: str, *, has_cuda: bool) -> L
     if has_cuda and major.isdigit() and int(major) < 11:
         what = f"Driver {driver.version} runs CUDA up to {driver.cuda_version}; MXNet's wheel for GPUs needs 11.0 or newer."
         return [Problem("driver", what, f"Install a newer NVIDIA driver: {_OLDEST_DRIVER} at least.")]
+    number = driver.version.partition(".")[0]
+    if not driver.gpus and number.isdigit() and int(number) > _LAST_BRANCH:
+        what = f"Driver {driver.version} lists no GPU."
+        return [Problem("driver", what, f"For Maxwell, Pascal and Volta, install a driver of branch {_LAST_BRANCH}, their last.")]
+    # NVRTC writes PTX, which only a driver of its CUDA or a newer one translates (MXNet 1.9.1, fused_op.cu:188,663)
+    if has_cuda and nvrtc and driver.cuda_version and _numbers(driver.cuda_version) < _numbers(nvrtc)[:2]:
+        what = f"Driver {driver.version} runs CUDA up to {driver.cuda_version}; hybridized networks fuse with NVRTC {nvrtc}."
+        to_do = f"Install a driver from {_FOR_FUSION} on, or set MXNET_USE_FUSION=0."
+        return [Problem("driver", what, to_do)]
     return []
+
+
+def _numbers(version: str) -> Tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
 def check_gpus(driver: Driver) -> List[Problem]:

@@ -12,8 +12,9 @@ from ..runtime import environment
 from ..runtime.nvidia.nvml import Driver, try_driver
 from ..runtime.units import format_bytes
 from .findings import Examination, Problem, describe_error
-from .gpu_checks import check_driver, check_gpus
+from .gpu_checks import NVRTC, check_driver, check_gpus
 from .machine_checks import Machine, Packages, check_packages, inspect_machine, inspect_packages
+from .operation_checks import check_operations
 
 _LIMIT_S = 300.0  # for MXNet's import and the gradients; a GPU's first operation may compile for minutes
 _NOTHING: Dict[str, Any] = {
@@ -104,13 +105,15 @@ def examine(spec: str = "auto") -> Report:
 
     ```
     this process: machine, packages, driver ─┐
-    a new process: MXNet, devices, settings ─┴─► findings
+    a new process: MXNet, devices, settings ─┼─► findings
+    one for each GPU: operations, copies    ─┘
     ```
 
     Parameters
     ----------
     spec : str
-        The devices to train on, as `use_devices` accepts them; a small gradient is computed on each.
+        The devices to train on, as `use_devices` accepts them; a small gradient is computed on each, and on GPUs one
+        operation of each library, and copies to the others.
     """
     exam = Examination()
     machine = exam.run("the machine", None, inspect_machine)
@@ -118,9 +121,12 @@ def examine(spec: str = "auto") -> Report:
     exam.check("packages", check_packages, packages)
     mxnet = exam.run("MXNet", dict(_NOTHING), run_probe, spec)
     exam.findings += [Problem(**one) for one in mxnet.pop("problems", [])]
+    gpus = [name for name in mxnet["trained"] if name.startswith("gpu") and mxnet["version"].startswith("1.")]
+    for gpu in gpus:
+        exam.check("devices", check_operations, gpu, [other for other in gpus if other != gpu])
     driver, why_not = exam.run("GPUs", (None, "the driver could not be read"), try_driver)
     has_cuda = "CUDA" in mxnet["features"] or any("-cu" in wheel for wheel in packages.wheels)
-    exam.check("driver", lambda: check_driver(driver, why_not, has_cuda=has_cuda))
+    exam.check("driver", lambda: check_driver(driver, why_not, has_cuda=has_cuda, nvrtc=packages.cuda.get(NVRTC, "")))
     if driver is not None:
         exam.check("GPUs", check_gpus, driver)
     return Report(machine, packages, driver, why_not, mxnet, tuple(dict.fromkeys(exam.findings)))

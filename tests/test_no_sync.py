@@ -3,6 +3,7 @@
 import gluon_mgpu as mgpu
 import mxnet as mx
 import pytest
+from gluon_mgpu.data_parallel import step
 from gluon_mgpu.data_parallel.passes import forgetting_graphs
 from gluon_mgpu.loop.batch_loop import BatchLoop, EpochOptions
 from gluon_mgpu.loop.metric_sums import MetricSums
@@ -55,6 +56,19 @@ def test_a_training_step_does_not_wait(devices, arrays, waits, sizes, micro_step
     assert waits == []
     assert float(trainer.grad_norm) > 0
     assert waits == ["MXNDArraySyncCopyToCPU"]
+
+
+def test_batches_in_flight_are_bounded(devices, waits, monkeypatch):
+    """Each keeps its inputs: 24 of them took 0.9 GB of a GPU at 64 images of 3 x 224 x 224."""
+    assert [step.most_in_flight([mx.Context(kind, 0), mx.Context(kind, 1)]) for kind in ("gpu", "cpu")] == [4, 24]
+    monkeypatch.setattr(step, "most_in_flight", lambda contexts: 4)
+    net = small_net(devices)
+    trainer, (batch,) = mgpu.Trainer(net, "sgd"), small_batches([6])
+    mgpu.train_batch(net, LOSS, trainer, *batch)
+    del waits[:]
+    for number in range(2, 8):
+        mgpu.train_batch(net, LOSS, trainer, *batch)
+        assert waits == ["MXNDArrayWaitToRead"] * len(devices) * max(0, number - 4)
 
 
 def test_class_labels_that_may_still_be_computed_are_not_read(waits):

@@ -9,6 +9,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.data.prefetch import NUM_HELD, prefetch
+from gluon_mgpu.data_parallel import sharding
 from gluon_mgpu.devices import transfer
 from gluon_mgpu.errors import DeviceError, ShardError, TrainerError
 from gluon_mgpu.nested import leaves
@@ -125,9 +126,33 @@ def test_on_a_gpu_arrays_go_by_pinned_memory(monkeypatch, arrays):
     assert transfer._pinned(mx.cpu(3)) is None
     copied = []
     monkeypatch.setattr(transfer, "_pinned", lambda ctx: copied.append(ctx) or mx.cpu(9))  # stands in for pinned memory
-    held = [transfer.new_array_at_once(np.full((2, 3), number, "float32"), CPU, np.dtype("float32")) for number in range(4)]
+    upload = transfer.Uploads()
+    held = [upload(np.full((2, 3), number, "float32"), CPU, np.dtype("float32")) for number in range(4)]
     assert copied == [CPU] * 4
     assert [(shard.context, sorted(set(shard.asnumpy().flat))) for shard in held] == [(CPU, [number]) for number in range(4)]
+
+
+def test_pinned_memory_is_used_again_and_not_before_its_copy(monkeypatch, arrays):
+    """MXNet page-locked an array for every shard of every batch."""
+    monkeypatch.setattr(transfer, "_pinned", lambda ctx: mx.cpu(9))
+    made, empty = [], mx.nd.empty
+    monkeypatch.setattr(mx.nd, "empty", lambda *args, **options: made.append(options["ctx"]) or empty(*args, **options))
+    upload, slow = transfer.Uploads(), mx.nd.ones((700, 700), ctx=CPU)
+    for _ in range(20):  # the copies wait behind it
+        slow = mx.nd.FullyConnected(slow, slow, no_bias=True, num_hidden=700)
+    held = [upload(np.full((2, size), number, "float32"), CPU, np.dtype("float32")) for number in range(9) for size in (3, 5)]
+    assert made == [mx.cpu(9)] * 4  # two for each shape
+    assert [sorted(set(shard.asnumpy().flat)) for shard in held] == [[number] for number in range(9) for _ in range(2)]
+
+
+def test_the_shards_of_a_plan_use_the_same_pinned_memory(monkeypatch):
+    monkeypatch.setattr(transfer, "_pinned", lambda ctx: mx.cpu(9))
+    monkeypatch.setattr(sharding, "slicer", lambda *args: None)  # as for GPUs
+    made, empty = [], mx.nd.empty
+    monkeypatch.setattr(mx.nd, "empty", lambda *args, **options: made.append(options["ctx"]) or empty(*args, **options))
+    for _ in prefetch(numbered(10, size=4), [mx.cpu(0), mx.cpu(1)]):
+        pass
+    assert len(made) == 8  # two for each device, of data and of labels
 
 
 # ---- the order of work

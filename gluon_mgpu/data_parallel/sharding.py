@@ -15,7 +15,7 @@ from mxnet import Context
 
 from ..checks import explaining, flag, is_whole, short, whole_number
 from ..devices.select import check_contexts
-from ..devices.transfer import new_array, new_array_at_once, on_device
+from ..devices.transfer import Uploads, new_array, on_device
 from ..distributed.membership import group, has_own_batches, process_shard
 from ..errors import ShardError
 from ..mxnet_internals.array_parts import ShardRange, slicer
@@ -335,7 +335,7 @@ def _loads(
         if prepared is not None:
             return prepared
 
-    make = new_array_at_once if is_prepared else new_array
+    make = Uploads() if is_prepared else new_array
 
     def shard(leaf: Array, begin: int, end: int, context: Context) -> Array:
         found = _slice_leaf(leaf, begin, end, axis)

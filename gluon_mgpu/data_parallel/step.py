@@ -8,7 +8,7 @@ from operator import is_
 from typing import Any, Callable, Deque, List, Optional, Sequence, Tuple
 from weakref import WeakSet
 
-from mxnet import gluon
+from mxnet import Context, gluon
 
 from ..checks import check_function, flag, instance, whole_number
 from ..distributed import group, own_batches
@@ -34,7 +34,6 @@ from .plan import Plan, Planner, as_split
 from .sharding import SplitFunction, count_examples, split_batch, split_data
 from .virtual_passes import VirtualPasses
 
-MOST_IN_FLIGHT = 24  # batches
 Checks = Sequence[Callable[[], None]]
 
 
@@ -195,6 +194,11 @@ def compile_step(
     return TrainStep("compile_step", net, loss, trainer, split_f, ignore_stale_grad, micro_steps, compiled=compiled)
 
 
+def most_in_flight(contexts: Sequence[Context]) -> int:
+    """Return how many batches a loop may queue that never waits. Each keeps its inputs on the devices, where GPUs are small."""
+    return 4 if any(context.device_type == "gpu" for context in contexts) else 24
+
+
 class TrainStep:
     """What `train_batch` does with each batch. Arguments are those of `train_batch` and `compile_step`.
 
@@ -255,6 +259,7 @@ class TrainStep:
         self._others: List[gluon.Parameter] = []  # the network's that the trainer does not have
         self._open = True  # whether shapes may be open
         self._in_flight: Deque[Tuple[List[Array], Checks]] = deque()  # losses of the latest batches
+        self._most_in_flight = most_in_flight(trainer.contexts)
 
     def is_of(self, *asked: Any) -> bool:
         """Return whether it was made for these arguments."""
@@ -324,7 +329,7 @@ class TrainStep:
         trainer.step(divisor, self._ignore_stale_grad)
         on_phase("dispatch")
         self._in_flight.append((losses, checks))
-        if len(self._in_flight) > MOST_IN_FLIGHT:  # a loop that never waits must not fill the memory with batches
+        if len(self._in_flight) > self._most_in_flight:  # a loop that never waits must not fill the memory with batches
             finished, late = self._in_flight.popleft()
             for one in finished:
                 one.wait_to_read()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ContextManager, Optional
+from collections import deque
+from typing import Any, ContextManager, Deque, Dict, Optional, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -10,9 +11,11 @@ from mxnet import Context
 
 from ..checks import explaining, instance, short
 from ..errors import DeviceError
-from ..mxnet_internals.c_calls import write_unheld
+from ..mxnet_internals.c_calls import wait_until_unused, write_unheld
 from ..mxnet_internals.versions import ContextType
 from ..nested import Array, is_device_array, map_leaves
+
+_RING = 2  # the host fills one while the other is copied
 
 
 def copyto(data: Any, target: Any) -> Any:
@@ -111,17 +114,33 @@ def new_array(data: Any, ctx: Context, dtype: Any) -> Array:
     return array(data, ctx=ctx, dtype=dtype)
 
 
-def new_array_at_once(data: np.ndarray, ctx: Context, dtype: np.dtype) -> Array:
-    """Return a NumPy array as an MXNet array of the current mode, without waiting for a worker thread, as MXNet's copy does.
+class Uploads:
+    """Makes NumPy arrays MXNet arrays of the current mode, without waiting for a worker thread, as MXNet's copy does.
 
-    So the number of batches in use must be bounded in another way. For a GPU, the array is copied from pinned memory.
+    So the number of batches in use must be bounded in another way. For a GPU, arrays are copied from pinned memory, two of
+    each form and device in turn. MXNet 1.9.1 does not pool it: it would page-lock and free each array, under the lock of GPU
+    allocations (src/storage/storage.cc:86; pinned_memory_storage.h:57-69).
     """
-    pinned = _pinned(ctx)
-    array = mx.nd.empty(data.shape, ctx=pinned or ctx, dtype=dtype)
-    if data.size:
-        write_unheld(array, data)
-    loaded = array.copyto(ctx) if pinned else array
-    return loaded.as_np_ndarray() if mx.util.is_np_array() else loaded
+
+    def __init__(self) -> None:
+        self._rings: Dict[Tuple[object, ...], Deque[Array]] = {}  # of pinned arrays, the one that is free first
+
+    def __call__(self, data: np.ndarray, ctx: Context, dtype: np.dtype) -> Array:
+        """Return the array on a device."""
+        pinned = _pinned(ctx)
+        array = mx.nd.empty(data.shape, ctx=ctx, dtype=dtype) if pinned is None else self._next(data.shape, ctx, pinned, dtype)
+        if data.size:
+            write_unheld(array, data)
+        loaded = array.copyto(ctx) if pinned else array
+        return loaded.as_np_ndarray() if mx.util.is_np_array() else loaded
+
+    def _next(self, shape: Tuple[int, ...], ctx: Context, pinned: Context, dtype: np.dtype) -> Array:
+        """Return a pinned array that no copy reads."""
+        ring = self._rings.setdefault((ctx, shape, dtype), deque())
+        array = ring.popleft() if len(ring) == _RING else mx.nd.empty(shape, ctx=pinned, dtype=dtype)
+        ring.append(array)
+        wait_until_unused(array)
+        return array
 
 
 def _pinned(ctx: Context) -> Optional[Context]:

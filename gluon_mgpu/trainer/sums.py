@@ -146,7 +146,7 @@ class _Store:
                 self._begin()
             elif self._name == "nccl" and self.has_summed:
                 self._begin()
-            self._kv.init(len(self._keys), slab.gradients[0])
+            self._kv.init(len(self._keys), slab.arrays[0])
             self._keys[known] = len(self._keys)
         return self._kv, self._keys[known]
 

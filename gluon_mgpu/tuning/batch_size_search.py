@@ -24,6 +24,7 @@ import numpy as np
 from mxnet import Context, gluon, init
 
 from ..checks import real_number, whole_number
+from ..data_parallel.step import most_in_flight
 from ..devices.select import use_devices
 from ..errors import StepError, TrainerError, last_line
 from ..models import resnet18
@@ -43,7 +44,6 @@ _POLL_S = 0.01
 _WARM_UP_STEPS = 3  # the first makes the graph and the gradients, the second the optimizer's states
 _NUM_ROUNDS = 5
 _ROUND_S = 0.2
-_QUEUED = 2  # steps, as fit's max_inflight: a longer queue would hold more batches in memory than training does
 _MOST = 2**63 - 1
 _LEFT = 0.9  # of the free memory: the rest is left to other processes
 _HINT = "The cause is not a lack of memory: run the step alone."
@@ -362,26 +362,26 @@ def _answer(workload: str, devices: str, batch_size: int) -> Dict[str, Any]:
         make = load_workload("find_batch_size", workload)
         rates: List[float] = []
         if batch_size:
-            rates = [batch_size / one for one in _measure(step_of(make(batch_size, ctx), workload))]
+            rates = [batch_size / one for one in _measure(step_of(make(batch_size, ctx), workload), most_in_flight(ctx))]
         used, room = _memory(ctx)
     return {"examples_per_s": rates, "memory_bytes": used, "room_bytes": room, "devices": [str(one) for one in ctx]}
 
 
-def _measure(step: Callable[[], Any]) -> List[float]:
+def _measure(step: Callable[[], Any], num_queued: int) -> List[float]:
     """Return the seconds per step in each round, after some steps of warm-up."""
     for _ in range(_WARM_UP_STEPS):
-        seconds = _seconds(step, 1)
+        seconds = _seconds(step, 1, 1)
     num_steps = max(1, math.ceil(_ROUND_S / max(seconds, 1e-4)))
-    return [_seconds(step, num_steps) / num_steps for _ in range(_NUM_ROUNDS)]
+    return [_seconds(step, num_steps, num_queued) / num_steps for _ in range(_NUM_ROUNDS)]
 
 
-def _seconds(step: Callable[[], Any], num_steps: int) -> float:
+def _seconds(step: Callable[[], Any], num_steps: int, num_queued: int) -> float:
     mx.nd.waitall()
     started = time.perf_counter()
     for number in range(1, num_steps + 1):
         step()
-        if number % _QUEUED == 0 or number == num_steps:
-            mx.nd.waitall()
+        if number % num_queued == 0 or number == num_steps:
+            mx.nd.waitall()  # a longer queue would hold more batches in memory than train_batch() does
     return time.perf_counter() - started
 
 

@@ -3,9 +3,9 @@
     pip install '.[cu112,train,dev]'
     python scripts/gpu_report.py
 
-It takes some minutes. A complete report requires two NVIDIA GPUs of compute capability 5.0 to 8.9; the report lists the parts
-that were not tested. The file, gpu_report.json, is text that you can read before you send it. Names of users and of this
-computer, and paths of home folders are removed. It holds no environment variables, and those whose names suggest keys or
+It takes at most ten minutes. A complete report requires two NVIDIA GPUs of compute capability 5.0 to 8.9; the report lists
+the parts that were not tested. The file, gpu_report.json, is text that you can read before you send it. Names of users and
+of this computer, and paths of home folders are removed. It holds no environment variables, and those whose names suggest keys or
 passwords are not passed to the programs that it runs.
 """
 
@@ -79,12 +79,12 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     """Return the command line's arguments."""
     parser = argparse.ArgumentParser(
-        description="Try gluon_mgpu on the GPUs here: the doctor, the tests that are marked gpu, and benchmarks. Everything "
-        "goes into one file of text, without names of users and computers, which you can read and send back."
+        description="Try gluon_mgpu on the GPUs here: the doctor, measurements, the tests that are marked gpu, and benchmarks. "
+        "Everything goes into one file of text, without names of users and computers, which you can read and send back."
     )
     parser.add_argument("--output", default="gpu_report.json", help="the file (default: gpu_report.json)")
     parser.add_argument("--only", nargs="+", default=list(PARTS), choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--limit", type=float, default=900, metavar="SECONDS", help="for each part (default: 900)")
+    parser.add_argument("--limit", type=float, default=600, metavar="SECONDS", help="for all parts together (default: 600)")
     options = parser.parse_args()
     if "tests" in options.only and find_spec("pytest") is None:
         parser.error("pytest is not installed. Run pip install '.[dev]', or leave the tests out with --only.")
@@ -94,11 +94,12 @@ def parse() -> argparse.Namespace:
 def make(folder: Path, parts: Sequence[str], limit_s: float) -> Dict[str, Any]:
     """Return the report: facts, each part, a list of untested parts, and whether all succeeded."""
     print("inspecting this machine", flush=True)
+    end = time.monotonic() + limit_s
     facts, gpus = look(folder, limit_s)
     report: Dict[str, Any] = {"format": 1, "machine": machine(), "facts": facts}
     for part in parts:
         print(f"{part} on {', '.join(gpus) or 'CPU contexts: there is no usable GPU'}", flush=True)
-        report[part] = PARTS[part](folder, gpus, limit_s)
+        report[part] = PARTS[part](folder, gpus, max(1.0, end - time.monotonic()))
         print(f"  {report[part]['ended']}, {report[part]['seconds']} s", flush=True)
     report["not_tested"] = not_tested(gpus, report, parts)
     # The doctor's exit status reports a problem of this machine; that is a finding, not a failure of the report.
@@ -127,6 +128,13 @@ def doctor(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
     return {**done.facts(), "told": scrub(found, [(name, "<program>") for name in sorted(programs, key=len, reverse=True)])}
 
 
+def measurements(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
+    """Return the results of scripts/gpu_measurements.py."""
+    devices = ["gpu", str(len(gpus))] if gpus else ["cpu", "2"]
+    done = run([sys.executable, str(ROOT / "scripts" / "gpu_measurements.py"), *devices], folder, limit_s)
+    return {**done.facts(), "found": last_json(done.output)}
+
+
 def tests(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
     """Return the outcome of each test of tests/test_gpu.py, on GPUs and of its rehearsal, with durations and tracebacks."""
     results = folder / "results.xml"
@@ -149,7 +157,7 @@ def train(folder: Path, gpus: Sequence[str], limit_s: float) -> Dict[str, Any]:
 
 
 Part = Callable[[Path, Sequence[str], float], Dict[str, Any]]
-PARTS: Dict[str, Part] = {"doctor": doctor, "tests": tests, "step": step, "train": train}
+PARTS: Dict[str, Part] = {"doctor": doctor, "measurements": measurements, "tests": tests, "step": step, "train": train}
 
 
 def compared(gpus: Sequence[str]) -> List[str]:

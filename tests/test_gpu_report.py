@@ -2,6 +2,7 @@
 
 import sys
 
+import gpu_measurements
 import gpu_report
 import pytest
 
@@ -65,3 +66,20 @@ def test_outcomes_are_read(tmp_path):
         {"test": "test_d[rehearsal]", "outcome": "failed", "seconds": 0.1, "why": "of a fixture"},
     ]
     assert gpu_report.read_cases(tmp_path / "none.xml") == []
+
+
+# Measurements
+
+
+def test_measurements_are_rehearsed_on_cpu_contexts():
+    """What they find there is what CPUs do: Dropout follows the seed, and running statistics move in the backward pass."""
+    found = gpu_measurements.main("cpu", 2)
+    assert found["dropout"] == {"Gluon": True, "gluon_mgpu": True}
+    assert [values[0] for values in found["batch_norm"].values()] == [1.0, 1.0]
+    assert min(found["uploads"]["ring"], found["uploads"]["new"], found["large_sum"]["sum"], found["overlap"]["step"]) > 0
+
+
+def test_a_measurement_that_fails_does_not_stop_the_others(monkeypatch):
+    monkeypatch.setattr(gpu_measurements, "seconds", lambda *runs: 1 / 0)
+    found = gpu_measurements.main("cpu", 1)
+    assert found["uploads"] == {"error": "ZeroDivisionError: division by zero"} and found["dropout"]["gluon_mgpu"]

@@ -15,6 +15,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.data_parallel import compiled as compiled_module
+from gluon_mgpu.data_parallel import executors
 from gluon_mgpu.data_parallel.compiled import CompiledPasses
 from gluon_mgpu.data_parallel.executors import Executor
 from gluon_mgpu.data_parallel.graph import NotCompilableError, trace
@@ -640,6 +641,14 @@ def test_graphs_that_draw_are_bound_where_the_seed_reaches_them(dropout, monkeyp
     mgpu.compile_step(net, LOSS, mgpu.Trainer(net, "sgd"))(*batches([6])[0])
     assert (threads == {threading.main_thread()}) is (dropout > 0)
     assert len(threads) == (1 if dropout else 2)
+
+
+def test_graphs_of_gpus_are_bound_by_the_caller(monkeypatch):
+    """A GPU has a workspace in each thread that binds. Bound elsewhere, graphs took a second one."""
+    monkeypatch.setattr(executors, "_SHARING", "gpu")
+    monkeypatch.setattr(executors, "in_own_thread", lambda context, bind: pytest.fail("bound in another thread"))
+    net = build(2)
+    mgpu.compile_step(net, LOSS, mgpu.Trainer(net, "sgd"))(*batches([6])[0])
 
 
 def test_a_thread_takes_each_callers_mode_of_arrays():

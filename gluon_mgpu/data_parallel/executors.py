@@ -17,6 +17,10 @@ _BULK_SIZES = {  # options of `hybridize`, and what MXNet reads in the environme
     "backward_bulk_size": "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN_BWD",
 }
 
+# Contexts of this kind share temporary arrays and random numbers within a thread. A GPU has its own in each thread that binds or
+# calls an operator (MXNet 1.9.1, src/resource.cc:145,456): bound in another thread, graphs would take a second workspace.
+_SHARING = "cpu"
+
 
 class Executor(BoundGraph):
     """A graph bound to the parameters of one device, for inputs of one shape.
@@ -57,5 +61,6 @@ class Executor(BoundGraph):
         settings = {"MXNET_SUBGRAPH_BACKEND": "default", "MXNET_SUBGRAPH_VERBOSE": "0"}  # the default backend changes nothing
         settings.update((_BULK_SIZES[name], str(size)) for name, size in graph.bulk_sizes.items() if name in _BULK_SIZES)
         with environment_with(settings):
-            bound = bind() if graph.draws else in_own_thread(context, bind)
+            binds_here = graph.draws or context.device_type != _SHARING
+            bound = bind() if binds_here else in_own_thread(context, bind)
         super().__init__(bound, data, trains=trains)

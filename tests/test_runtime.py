@@ -103,6 +103,8 @@ def test_settings_are_defaults_and_can_be_switched_off(monkeypatch, environment,
     monkeypatch.setattr(runtime, "set_here", set())
     runtime.prepare()
     assert os.environ.get("MXNET_CPU_TEMP_COPY") == expected
+    is_off = environment.get("GLUON_MGPU_RUNTIME") == "off"
+    assert os.environ.get("MXNET_GPU_PARALLEL_RAND_COPY") == (None if is_off else "1")
 
 
 def test_an_extra_that_is_missing_is_named(tmp_path, monkeypatch):

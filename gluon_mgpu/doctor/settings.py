@@ -14,6 +14,7 @@ _SETTINGS = {
     "M_MMAP_MAX": ("0", "glibc's default", _KEEPS_MEMORY),
     "M_TRIM_THRESHOLD": ("never", "glibc's default", _KEEPS_MEMORY),
     "MXNET_CPU_TEMP_COPY": ("128", "4", "CPU contexts share so many temporary buffers, and wait for each other if few."),
+    "MXNET_GPU_PARALLEL_RAND_COPY": ("1", "4", "Dropout of a GPU draws from so many generators in turn; with one, as seeded."),
     "CUDA_DEVICE_ORDER": ("PCI_BUS_ID", "FASTEST_FIRST", "gpu(i) is GPU i of nvidia-smi; CUDA puts the fastest kind first."),
 }
 _OFF = "GLUON_MGPU_RUNTIME=off keeps the value that it has without gluon_mgpu."

@@ -16,6 +16,7 @@ DETERMINISTIC: Dict[str, str] = {
     "MXNET_ENFORCE_DETERMINISM": "1",  # only deterministic algorithms; an operator without one raises
     "MXNET_CUDNN_AUTOTUNE_DEFAULT": "0",  # the fastest algorithm depends on measured times
     "MXNET_CPU_PARALLEL_RAND_COPY": "1",  # with more, which generator an operator draws from depends on threads
+    "MXNET_GPU_PARALLEL_RAND_COPY": "1",  # with 4, a graph's operators draw from those that were next when it was bound
 }
 
 
@@ -32,7 +33,8 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> int:
     seed : int
         0 to 2**31 - 1.
     deterministic : bool
-        Also set `MXNET_ENFORCE_DETERMINISM=1`, `MXNET_CUDNN_AUTOTUNE_DEFAULT=0` and `MXNET_CPU_PARALLEL_RAND_COPY=1`.
+        Also set `MXNET_ENFORCE_DETERMINISM=1`, `MXNET_CUDNN_AUTOTUNE_DEFAULT=0`, and `MXNET_CPU_PARALLEL_RAND_COPY` and
+        `MXNET_GPU_PARALLEL_RAND_COPY` to 1.
 
     Raises
     ------

@@ -26,6 +26,9 @@ ENVIRONMENT = {
     # engine makes the contexts of a ResNet-18 wait for each other (scripts/benchmarks/RESULTS.md).
     # It is read at the first operator, so setting it here also works after `import mxnet`.
     "MXNET_CPU_TEMP_COPY": "128",
+    # A bound graph draws from the generators that were next when it was bound; with one, the seed alone decides Dropout's masks
+    # (MXNet 1.9.1, src/resource.cc:93,362; src/executor/attach_op_resource_pass.cc:81).
+    "MXNET_GPU_PARALLEL_RAND_COPY": "1",
     # gpu(i) is then GPU i of nvidia-smi. CUDA reads it when a program first asks for its devices (CUDA Programming Guide).
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
 }

@@ -14,8 +14,8 @@ import mxnet as mx
 from mxnet import Context, gluon
 from mxnet.gluon.rnn.rnn_layer import _RNNLayer
 
-from ..refusals import RNN_DROPOUT, refusal
 from ..mxnet_internals.versions import is_mxnet2
+from ..refusals import RNN_DROPOUT, refusal
 from .parameters import blocks_of
 from .wrong_graphs import hybrid_blocks
 

@@ -248,7 +248,7 @@ class TrainStep:
         if num_virtual:
             check_seeds(operation, "virtual_shards", net, trainer.contexts)
             self.passes, micro_steps = VirtualPasses(self.passes, num_virtual, micro_steps), 1
-        seed_dropout(*blocks)
+        seed_dropout(trainer.devices, *blocks)
         self._trainer: Trainer = trainer
         self._operation, self._net = operation, net
         self._ignore_stale_grad, self._micro_steps = ignore_stale_grad, micro_steps

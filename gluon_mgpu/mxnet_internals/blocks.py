@@ -25,7 +25,6 @@ trace_state = attrgetter("_cached_graph", "_active", "_forward_hooks", "_forward
 hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks")  # the same of a plain Block
 flags_of = attrgetter("_flags")  # the options of `hybridize`: each call makes another list
 batch_norm_options = attrgetter("_kwargs")  # axis, eps, momentum, fix_gamma, use_global_stats; ndev of a SyncBatchNorm
-dropout_rate = attrgetter("_rate")
 NpSymbol: Any = mx.sym.np._Symbol  # the class of symbols that np networks return
 
 
@@ -70,6 +69,12 @@ def set_options(block: gluon.HybridBlock, options: Dict[str, Any]) -> None:
 def graph_of(block: gluon.HybridBlock) -> Any:
     """Return the symbol of a block that was traced, or None."""
     return block._cached_graph[1] if block._cached_graph else None
+
+
+def set_graph(block: gluon.SymbolBlock, symbol: Any) -> None:
+    """Give another graph with the same inputs to a SymbolBlock, which keeps it."""
+    block._cached_graph = block._cached_graph[0], symbol
+    block._clear_cached_op()
 
 
 def forget_graph(block: gluon.HybridBlock) -> None:

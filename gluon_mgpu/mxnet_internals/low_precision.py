@@ -53,8 +53,3 @@ def with_casts(
         )
     )
     return mx.sym.Symbol(handle)
-
-
-def is_np_symbol(graph: Any) -> bool:
-    """Return whether a symbol is one of np arrays."""
-    return isinstance(graph, mx.sym.np._Symbol)

@@ -111,7 +111,6 @@ def check_gluon_options(layout: Layout, compression_params: Any, update_on_kvsto
     sparse = next((name for name, param in zip(layout.names, layout.params) if not is_dense(param)), None)
     if sparse is not None:
         raise TrainerError(f"Trainer: got {sparse} stored sparsely; expected dense weights. Use gluon.Trainer on one device.")
-
     check_tree(layout.contexts)
 
 

@@ -13,8 +13,8 @@ from mxnet.operator import get_all_registered_operators
 
 from ..checks import instance, one_of
 from ..errors import DeviceError, TrainerError
-from ..mxnet_internals.blocks import flatten, forget_graph, own_params, replace_tracing, run_graph, traced
-from ..mxnet_internals.low_precision import is_np_symbol, with_casts
+from ..mxnet_internals.blocks import NpSymbol, flatten, forget_graph, own_params, replace_tracing, run_graph, traced
+from ..mxnet_internals.low_precision import with_casts
 from ..mxnet_internals.versions import load_amp, require_mxnet1
 from ..refusals import refusal
 from .parameters import blocks_of, check_initialised
@@ -181,7 +181,7 @@ def reduce_precision(graph: Any, precision: str, types: Dict[str, Any]) -> Any:
     low, full, widest, conditions = _operators(precision)
     all_types = {**dict.fromkeys(graph.list_inputs(), np.float32), **types}  # of parameters, too
     reduced = _addable(with_casts(graph, all_types, _DTYPES[precision], (low, full, widest), conditions), set(types))
-    return reduced.as_np_ndarray() if is_np_symbol(graph) else reduced
+    return reduced.as_np_ndarray() if isinstance(graph, NpSymbol) else reduced
 
 
 def _run(block: gluon.HybridBlock, F: Any, *args: Any, **params: Any) -> Any:

@@ -12,8 +12,9 @@ from typing import Any, Dict, Iterable
 
 import mxnet as mx
 from mxnet import Context, gluon
-from mxnet.gluon.rnn.rnn_layer import _RNNLayer
 
+from ..mxnet_internals.blocks import NpSymbol, forget_graph, graph_of, set_graph
+from ..mxnet_internals.dropout import Dropout, drops_inside
 from ..mxnet_internals.versions import is_mxnet2
 from ..refusals import RNN_DROPOUT, refusal
 from .parameters import blocks_of
@@ -22,35 +23,26 @@ from .wrong_graphs import hybrid_blocks
 _OF_CUDNN = "gpu"  # the devices whose dropout cuDNN may compute
 
 
-class Dropout(gluon.nn.Dropout):  # type: ignore[misc]
-    """Gluon's layer, which passes `cudnn_off=False`, with MXNet's own operator."""
+def seed_dropout(contexts: Iterable[Context], *roots: Any) -> None:
+    """Let networks' `nn.Dropout` layers, and Dropout in the graph of a `SymbolBlock`, draw what `mx.random.seed` decides.
 
-    if not is_mxnet2():
-
-        def hybrid_forward(self, F: Any, x: Any) -> Any:
-            if not self._rate:
-                return super().hybrid_forward(F, x)
-            dropout = F.npx.dropout if mx.util.is_np_array() else F.Dropout
-            return dropout(x, p=self._rate, axes=self._axes, name="fwd", cudnn_off=True)
-
-
-def seed_dropout(*roots: Any) -> None:
-    """Let networks' `nn.Dropout` layers, and Dropout in the graph of a `SymbolBlock`, draw what `mx.random.seed` decides."""
-    if is_mxnet2():
+    On CPUs they do so already, and nothing changes.
+    """
+    if is_mxnet2() or all(context.device_type != _OF_CUDNN for context in contexts):
         return
     blocks = [block for root in roots if isinstance(root, gluon.Block) for block in blocks_of(root)]
     plain = [block for block in blocks if type(block) is gluon.nn.Dropout]
-    graphs = {block: with_seeds(block._cached_graph[1]) for block in blocks if isinstance(block, gluon.SymbolBlock)}
-    changed = {block: graph for block, graph in graphs.items() if graph is not block._cached_graph[1]}
+    graphs = {block: with_seeds(graph_of(block)) for block in blocks if isinstance(block, gluon.SymbolBlock)}
+    changed = {block: graph for block, graph in graphs.items() if graph is not graph_of(block)}
     if not (plain or changed):
         return
     mx.nd.waitall()  # a graph must not be deleted while it runs
     for block in plain:
         block.__class__ = Dropout
     for block, graph in changed.items():
-        block._cached_graph = block._cached_graph[0], graph
+        set_graph(block, graph)
     for block in hybrid_blocks(roots):
-        block._clear_cached_op()  # a SymbolBlock keeps its graph
+        forget_graph(block)  # a SymbolBlock keeps its graph
 
 
 def with_seeds(symbol: Any) -> Any:
@@ -59,7 +51,7 @@ def with_seeds(symbol: Any) -> Any:
     if not turn_cudnn_off(document):
         return symbol
     changed = mx.sym.load_json(json.dumps(document))
-    return changed.as_np_ndarray() if isinstance(symbol, mx.sym.np._Symbol) else changed
+    return changed.as_np_ndarray() if isinstance(symbol, NpSymbol) else changed
 
 
 def turn_cudnn_off(graph: Dict[str, Any]) -> bool:
@@ -77,5 +69,5 @@ def check_seeds(operation: str, mode: str, net: gluon.Block, contexts: Iterable[
     if all(context.device_type != _OF_CUDNN for context in contexts):
         return
     for block in blocks_of(net):
-        if isinstance(block, _RNNLayer) and block._dropout and block._num_layers > 1:  # dropout is between its layers
+        if drops_inside(block):
             raise refusal(operation, mode, RNN_DROPOUT, f"{block.name}, {RNN_DROPOUT}")

@@ -174,7 +174,7 @@ class Trainer(GluonTrainer):
         super().__init__(layout.params, optimizer, list(layout.contexts), list(self.steps.update.updaters.values()))
         if precision is not None:
             set_precision(params, precision)
-        seed_dropout(params)
+        seed_dropout(layout.devices, params)
         self.steps.running_stats.begin()
 
     @property

@@ -8,10 +8,9 @@ from typing import Any, Callable
 from mxnet.gluon import nn
 from mxnet.util import is_np_array, np_array
 
-from ...mxnet_internals.blocks import dropout_rate
+from ...mxnet_internals import dropout
 from ...mxnet_internals.versions import is_mxnet2
 from ...nested import map_leaves
-from ...trainer import seeded_dropout
 
 Method = Callable[..., Any]
 
@@ -57,11 +56,11 @@ class Embedding(_OnLegacyArrays, nn.Embedding):  # type: ignore[misc]
     """Gluon's layer, for legacy arrays in both modes."""
 
 
-class Dropout(_OnLegacyArrays, seeded_dropout.Dropout):
+class Dropout(_OnLegacyArrays, dropout.Dropout):
     """Gluon's layer, except that it returns its input without a copy if the rate is 0."""
 
     def __call__(self, x: Any) -> Any:
         """Return the input with some elements set to zero."""
         return (
-            super().__call__(x) if dropout_rate(self) else x
+            super().__call__(x) if dropout.dropout_rate(self) else x
         )  # a graph of its own that returns its input would lose the gradient

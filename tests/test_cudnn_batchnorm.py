@@ -1,5 +1,7 @@
 """BatchNorm on GPUs and CPUs: a stand-in moves statistics as cuDNN does, in the forward pass, by the unbiased variance."""
 
+from functools import partial
+
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
@@ -90,11 +92,13 @@ def test_a_stage_that_is_computed_twice_moves_once(kind, micro_batches):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("hybridize", [False, True])
-def test_frozen_layers_stay_on_both_kinds_of_device(kind, hybridize):
+@pytest.mark.parametrize(
+    "kind, compiled", [("cpu", "off"), ("cpu", "auto"), ("cpu", "on"), ("cudnn", "off")], indirect=["kind"]
+)  # the stand-in reads arrays, which a graph does not have
+def test_frozen_layers_stay_on_both_kinds_of_device(kind, compiled):
     """BatchNorm of frozen layers followed the data on GPUs, and not on CPUs."""
     net = network([mx.cpu(0), mx.cpu(1)])
-    if hybridize and kind == "cpu":  # the stand-in reads arrays
+    if compiled == "auto":
         net.hybridize()
     trainer, seen = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), [statistics(net)]
 
@@ -102,7 +106,8 @@ def test_frozen_layers_stay_on_both_kinds_of_device(kind, hybridize):
         def on_epoch_end(self, state):
             seen.append(statistics(net))
 
-    mgpu.fit(net, LOSS, trainer, batches(), epochs=3, metrics=(), callbacks=[mgpu.Finetune("[01]", unfreeze_epoch=3), Notes()])
+    callbacks = [mgpu.Finetune("[01]", unfreeze_epoch=3), Notes()]
+    mgpu.fit(net, LOSS, trainer, batches(), epochs=3, metrics=(), callbacks=callbacks, compiled=compiled)
     for before, frozen, still, moved in zip(*seen):
         assert (before == frozen).all() and (frozen == still).all() and (still != moved).all()
     assert not net[1]._kwargs["use_global_stats"]
@@ -152,6 +157,8 @@ def test_one_value_per_channel_is_refused_on_gpus(monkeypatch, is_np):
         before = [param.data(mx.cpu(1)).asnumpy() for param in net.collect_params().values()]
         with pytest.raises(StepError, match=r"got one example on cpu\(1\), whose values at .* have the shape \(1, 6\)"):
             mgpu.compile_step(net, LOSS, trainer)(X, y)
+        with pytest.raises(StepError, match="got one example"):
+            mgpu.train_batch(net, LOSS, trainer, X, y, split_f=partial(mgpu.split_batch, batch_axis=(0, 0)))
         assert all((one == param.data(mx.cpu(1)).asnumpy()).all() for one, param in zip(before, net.collect_params().values()))
 
 

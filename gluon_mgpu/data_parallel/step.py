@@ -340,6 +340,7 @@ class TrainStep:
 
     def _check_values(self, Xs: Sequence[Any]) -> None:
         axis, net = self._split.batch_axis, self._net
+        axis = axis[0] if isinstance(axis, (list, tuple)) else axis
         if not isinstance(net, gluon.HybridBlock):
             return  # it cannot be traced
         for X in Xs:

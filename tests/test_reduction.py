@@ -12,10 +12,11 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import TrainerError
-from gluon_mgpu.runtime.c_api import PushPull
+from gluon_mgpu.mxnet_internals.c_calls import PushPull
+from gluon_mgpu.trainer.clip import clip_values, finite_on_each, global_norm
 from gluon_mgpu.trainer.options import check_tree
 from gluon_mgpu.trainer.slab import Bucket, Slab
-from gluon_mgpu.trainer.sums import clip_values, finite_on_each, global_norm, make_sum
+from gluon_mgpu.trainer.sums import make_sum
 from mxnet import autograd
 from mxnet.gluon import nn
 

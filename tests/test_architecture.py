@@ -53,6 +53,15 @@ def test_the_list_is_the_tree():
     assert sorted(ROOMS) == sorted(name for name in there if not name.startswith("__"))
 
 
+def test_the_path_of_a_gradient_names_what_there_is():
+    path = PAGE.read_text(encoding="utf-8").split("## The rooms")[0]
+    classes = {node.name: node for file in PACKAGE.rglob("*.py") for node in ast.walk(parsed(file)) if is_class(node)}
+    named = re.findall(r"`([A-Z]\w+)\.(\w+)", path)
+    assert len(named) > 20
+    for name, method in named:
+        assert method in {node.name for node in classes[name].body if isinstance(node, ast.FunctionDef)}, f"{name}.{method}"
+
+
 def test_rooms_import_from_rooms_above():
     for path in PACKAGE.rglob("*.py"):
         room = path.relative_to(PACKAGE).parts[0].replace(".py", "")

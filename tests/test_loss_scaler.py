@@ -7,6 +7,7 @@ import mxnet as mx
 import pytest
 from gluon_mgpu.errors import ModesError, NonFiniteLossError, StateError, TrainerError
 from gluon_mgpu.trainer.loss_scaler import LossScaler
+from gluon_mgpu.trainer.trainer_state import check_fits, restore, state_of
 from mxnet import autograd
 
 from .conftest import small_net
@@ -104,15 +105,15 @@ def test_a_wrong_state_is_refused(state):
 
 
 def test_a_scale_is_restored_where_both_have_one(devices):
-    trainers = [mgpu.Trainer(small_net(devices), "sgd") for _ in range(3)]
-    trainers[0].loss_scaler, trainers[1].steps.loss_scaler = LossScaler(8.0), LossScaler()
-    states = [trainer.state() for trainer in trainers]
+    trainers = [mgpu.Trainer(small_net(devices), "sgd").steps for _ in range(3)]
+    trainers[0].loss_scaler, trainers[1].loss_scaler = LossScaler(8.0), LossScaler()
+    states = [state_of(trainer) for trainer in trainers]
     for wrong in ({"scale": -1.0, "num_good": 0}, {"scale": 8.0}, {"scale": 8.0, "num_good": -1}):
         with pytest.raises(StateError):
-            trainers[0].check_state(replace(states[0], loss_scaler=wrong), "a file", "load_states")
+            check_fits(trainers[0], replace(states[0], loss_scaler=wrong), "a file", "load_states")
     for trainer in trainers:
-        trainer.restore(states[2])
+        restore(trainer, states[2])
     assert [trainers[i].loss_scaler.scale for i in range(2)] == [8.0, 65536.0]
     for trainer in trainers:
-        trainer.restore(states[0])
+        restore(trainer, states[0])
     assert trainers[1].loss_scaler.scale == 8.0 and trainers[2].loss_scaler is None

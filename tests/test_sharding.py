@@ -213,14 +213,14 @@ BAD = [
 
 
 @pytest.mark.parametrize("call, told", BAD)
-def test_what_cannot_be_split_is_told(call, told):
+def test_what_cannot_be_split_is_reported(call, told):
     with pytest.raises(ShardError, match=told):
         call()
 
 
 @pytest.mark.parametrize("shards", [1, ([1],), ([1], 2), (1, [2]), ([], []), ([1], [1, 2])])
 def test_a_function_returns_as_many_shards_of_features_as_of_labels(shards):
-    with pytest.raises(ShardError, match="split_f: got .* expected as many shards"):
+    with pytest.raises(ShardError, match="split_f: got .* expected as many feature shards"):
         mgpu.eval_batch(gluon.nn.Dense(1), None, None, ctx=CTX, split_f=lambda X, y, devices: shards)
 
 

@@ -154,7 +154,7 @@ def backward(losses: Sequence[Array], trainers: Sequence[Trainer] = ()) -> None:
     Raises
     ------
     TrainerError
-        The losses are not a list of arrays, these are no trainers, or two of them train one parameter.
+        The losses are not a list of arrays, an item is not a trainer, or two trainers train one parameter.
     """
     if not isinstance(trainers, (list, tuple)) or not all(isinstance(one, Trainer) for one in trainers):
         raise TrainerError(

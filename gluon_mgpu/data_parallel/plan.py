@@ -199,7 +199,7 @@ class Planner:
         pair = isinstance(shards, (list, tuple)) and len(shards) == 2 and all(isinstance(side, (list, tuple)) for side in shards)
         if not pair or len(shards[0]) != len(shards[1]) or not shards[0]:
             raise ShardError(
-                f"split_f: got {short(shards)}; expected as many shards of features as of labels, 1 or more. Return (Xs, ys)."
+                f"split_f: got {short(shards)}; expected as many feature shards as label shards, 1 or more. Return (Xs, ys)."
             )
         return list(shards[0]), list(shards[1])
 

@@ -362,7 +362,7 @@ def count_examples(operation: str, data: Any, batch_axis: Any) -> int:
     for other, length in sizes:
         if length != num_examples:
             raise ShardError(
-                f"{operation}: got {num_examples} examples in {path} and {length} in {other}; expected as many in each. "
+                f"{operation}: got {num_examples} examples in {path} and {length} in {other}; expected the same number in both. "
                 "Give each example its label, stack lists of examples, or pass the batch_axis of each array."
             )
     if num_examples == 0 and not has_own_batches():

@@ -154,7 +154,7 @@ def compile_step(
     A compiled pass takes two calls of MXNet's C interface for each device, whatever the number of layers. So the host can keep
     more devices busy. Weights, running statistics and random numbers are those of `train_batch` with a network hybridized with
     `static_alloc=True, static_shape=True`, bit for bit; up to rounding if one output is computed from another. Weights may be
-    set, loaded, frozen and thawed between steps. A loop by hand with this trainer calls `trainer.backward`, or first
+    set, loaded, frozen and thawed between steps. Your own loop with this trainer calls `trainer.backward`, or first
     `trainer.discard()`: compiled steps look at no flag of a gradient.
 
     Parameters

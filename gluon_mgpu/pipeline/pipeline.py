@@ -235,15 +235,15 @@ def _checked_devices(ctx: Any, stages: Stages) -> List[List[Context]]:
     are_lists = isinstance(replicas, (list, tuple)) and all(isinstance(one, (list, tuple)) for one in replicas)
     if not are_lists or {len(devices) for devices in replicas} != {num_stages}:
         raise TrainerError(
-            f"Pipeline: got ctx={short(ctx)} for {num_stages} stages; expected a list of as many devices, or one such list for "
+            f"Pipeline: got ctx={short(ctx)} for {num_stages} stages; expected one device per stage, or such a list for "
             "each replica. Pass [mx.gpu(0), mx.gpu(1)]."
         )
     check_contexts([context for devices in replicas for context in dict.fromkeys(devices)], "Pipeline")
     sharing = [list(dict.fromkeys(devices)) if shared else [] for devices in replicas]
     if len(set(map(len, sharing))) > 1:
         raise TrainerError(
-            f"Pipeline: got ctx={short(ctx)}; expected as many different devices for each replica, as all of them share its last "
-            "stage. Give each replica as many."
+            f"Pipeline: got ctx={short(ctx)}; expected the same number of different devices in each "
+            "replica, as all of them share its last stage. Change the lists."
         )
     return [[*devices, *more] for devices, more in zip(replicas, sharing)]
 

@@ -288,7 +288,7 @@ def test_nothing_in_a_checkpoint_is_executed(checkpoint, tmp_path):
     np.savez(tmp_path / "evil.npz", **{"state/0": array})
     forge(checkpoint, states_npz=(tmp_path / "evil.npz").read_bytes())
     net, trainer, _ = make_run(cpus(1))
-    assert "'state/0.npy', which is no array of numbers" in told(mgpu.load_checkpoint, net, checkpoint, trainer)
+    assert "'state/0.npy', which is not an array of numbers" in told(mgpu.load_checkpoint, net, checkpoint, trainer)
     assert not (tmp_path / "trapped").exists()
     with pytest.raises(FileExistsError):  # the trap works
         (tmp_path / "trapped").mkdir()
@@ -325,7 +325,7 @@ def test_legacy_arrays_are_not_read_from_np_arrays(tmp_path):
 # The optimizer and its schedule
 
 
-def test_what_a_file_cannot_hold_is_told_before_anything_is_written(tmp_path):
+def test_what_a_file_cannot_hold_is_reported_before_anything_is_written(tmp_path):
     """DCASGD keeps the weights of the step before on the side."""
     net = dense(4)
     trainer = mgpu.Trainer(net, "dcasgd")
@@ -350,7 +350,7 @@ def tied():
     return net
 
 
-def test_gradients_that_were_not_applied_are_told(tmp_path):
+def test_gradients_that_were_not_applied_are_reported(tmp_path):
     net = small_net(cpus(2))
     trainer = mgpu.Trainer(net, "sgd")
     with trainer.accumulate():

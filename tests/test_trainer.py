@@ -111,8 +111,8 @@ def test_states_of_something_else_are_refused(tmp_path):
         (mgpu.Trainer(wider, "adam"), {}, r"of another network: '0\.weight' \(4, 1, 3, 3\) where this one has"),
         (sgd, {}, "Adam' where this one has mxnet.optimizer.*SGD"),
         (trainer, {"version": 3}, "of version 3; expected version 1"),
-        (trainer, {"states": {**values["states"], "0": first[:1]}}, "'state/0/1', which is no state"),
-        (trainer, {"states": {**values["states"], "0": None}}, "which is no state"),
+        (trainer, {"states": {**values["states"], "0": first[:1]}}, "'state/0/1', which is not a state"),
+        (trainer, {"states": {**values["states"], "0": None}}, "which is not a state"),
         (trainer, {"states": {**values["states"], "99": first}}, "damaged"),
         (trainer, {"states": {**values["states"], "0": values["states"]["2"]}}, "got "),
         (trainer, {"counts": {"0": 1}}, "a state or a count of"),
@@ -282,7 +282,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("call, told", BAD)
-def test_what_cannot_be_trained_with_is_told(call, told):
+def test_what_cannot_be_trained_with_is_reported(call, told):
     with pytest.raises(TrainerError, match=told):
         call()
 

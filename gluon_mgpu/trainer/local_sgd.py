@@ -90,7 +90,7 @@ class LocalSGD(Trainer):
     ```
 
     Use it if copies between the devices are slow. Each device follows its own shards, so this is another algorithm than a
-    `Trainer`'s. Only `every=1` with SGD gives the same weights. It replaces a `Trainer` in loops by hand, in `train_batch`
+    `Trainer`'s. Only `every=1` with SGD gives the same weights. It replaces a `Trainer` in your own loop, in `train_batch`
     and in `fit`, which averages at the end of each epoch.
 
     All examples have equal weight: a device's gradient is the sum over its shard divided by the mean shard size, `batch_size` /

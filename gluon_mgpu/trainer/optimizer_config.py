@@ -143,7 +143,7 @@ def _described(thing: Any) -> Any:
         except TypeError:
             raise StateError(
                 f"Trainer: got {name} of type {type(vars(thing)[name]).__name__} in {type(thing).__name__}; expected "
-                "numbers, texts and lists of them, which can be read without executing code. Train with another optimizer or "
+                "numbers, strings and lists of them, which can be read without executing code. Train with another optimizer or "
                 "schedule, or save only the network."
             ) from None
     return {"class": class_name(thing), "values": {name: value for name, value in values.items() if name in moved}}

@@ -97,7 +97,7 @@ def from_values(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> 
     others = dict(arrays)
     kept["states"] = {int(index): _state(form, others) for index, form in values["states"].items()}
     if others:
-        raise ValueError(f"the array {short(min(others))}, which is no state")
+        raise ValueError(f"the array {short(min(others))}, which is not a state")
     kept["counts"] = {int(index): count for index, count in values["counts"].items()}
     return TrainerState(**kept)
 
@@ -133,7 +133,7 @@ def read_arrays(file: BinaryIO) -> Dict[str, np.ndarray]:
             entry = archive.read(one)
             found = _NPY.match(entry)
             if found is None or found.end() != 10 + int.from_bytes(entry[8:10], "little") or one.filename[-4:] != ".npy":
-                raise ValueError(f"{short(one.filename)}, which is no array of numbers")
+                raise ValueError(f"{short(one.filename)}, which is not an array of numbers")
             kind = np.dtype(found[1].decode()) if found[1] else np.dtype([("bfloat16", np.uint16)])
             shape = tuple(int(size) for size in found[3].split(b",") if size.strip())
             if len(entry) - found.end() != math.prod(shape) * kind.itemsize:
@@ -202,7 +202,7 @@ def check_state(
         states_on(layout, optimizer, state.states, str(source), shapes or {})
         check_described(state.optimizer, optimizer, max(state.counts.values(), default=0))
         if sorted(state.order) != list(range(len(state.names))):
-            raise ValueError("order is no permutation")
+            raise ValueError("order is not a permutation")
         for part, saved in parts:
             copy.copy(part).restore(saved)
     except StateError:

@@ -96,7 +96,7 @@ def real_number(
 def one_of(
     operation: str, name: str, value: Any, choices: Sequence[Any], *, advice: str, error: Type[Exception] = TrainerError
 ) -> None:
-    """Raise unless a value is one of the choices, which are texts or None.
+    """Raise unless a value is one of the choices, which are strings or None.
 
     Examples
     --------
@@ -122,13 +122,13 @@ def check_function(operation: str, name: str, value: Any, *, advice: str) -> Non
 
 
 def texts_of(operation: str, name: str, texts: Any, *, error: Type[Exception] = TrainerError) -> Tuple[str, ...]:
-    """Return an iterable of texts as a tuple; raise `error` for anything else."""
+    """Return an iterable of strings as a tuple; raise `error` for anything else."""
     try:
         found = tuple(texts) if not isinstance(texts, (str, dict)) else (None,)
     except TypeError:  # not an iterable, such as an array of no dimension
         found = (None,)
     if not all(isinstance(text, str) for text in found):
-        raise error(f"{operation}: got {name}={short(texts)}; expected a list of texts. Pass for example ['one', 'two'].")
+        raise error(f"{operation}: got {name}={short(texts)}; expected a list of strings. Pass for example ['one', 'two'].")
     return found
 
 

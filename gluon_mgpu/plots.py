@@ -41,7 +41,7 @@ def plot_history(rows: Sequence[Dict[str, float]]) -> Any:
     Parameters
     ----------
     rows : sequence of dict
-        One per epoch, with `epoch`, and `train_...`, `test_...` and `valid_...` columns, of which those of numbers are drawn.
+        One per epoch, with `epoch`, and `train_...`, `test_...` and `valid_...` columns; those that hold numbers are drawn.
     """
     charts: Dict[str, List[Tuple[str, Sequence[float], Sequence[float]]]] = {"loss": []}
     for name in dict.fromkeys(name for row in rows for name in row):  # some columns begin later

@@ -63,7 +63,7 @@ REFUSALS: Tuple[Refusal, ...] = (
         "several processes",
         "layers that the first batch does not reach",
         "all begin with the weights of process 0",
-        "Give those whose shapes are open in_units or in_channels",
+        "Pass in_units or in_channels to these layers",
     ),
     Refusal("several processes", "sparse gradients", "they exchange dense gradients", "Leave sparse_grad out of Embedding"),
     Refusal("several processes", "sgld", "each draws its own noise", "Pass virtual_shards, or use another optimizer"),

@@ -70,4 +70,4 @@ def test_wrong_options_are_refused(options, expected, tmp_path):
 def test_results_that_could_not_be_saved_are_refused_before_the_training(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
     result = invoke("--output", tmp_path / "new" / "out")
-    assert result.exit_code == 2 and "expected a place that can be written" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "expected a writable folder" in " ".join(result.output.split())

@@ -124,7 +124,7 @@ def test_training_programs_have_few_options_in_groups(program):
     + [["monitor", "--interval", "\u0661"], [*TRAIN, "--epochs", "1_0"], [*TRAIN, "--epochs", "\u0661"]],
     ids=" ".join,
 )
-def test_wrong_usage_is_told(arguments):
+def test_wrong_usage_is_reported(arguments):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert "Error: " in result.output
@@ -447,7 +447,7 @@ def test_a_broken_pipe_is_not_an_error_of_the_command():
     result = ended(BrokenPipeError())
     assert isinstance(result.exception, BrokenPipeError) and result.output == ""
     missing = ended(FileNotFoundError(2, "No such file or directory", "x")).output
-    assert missing.startswith("Error: command: got x (No such file or directory); expected one that can be read or written.\n")
+    assert missing.startswith("Error: command: got x (No such file or directory); expected a readable or writable file.\n")
 
 
 def test_python_m_is_the_command_and_reports_errors_without_a_traceback(tmp_path, monkeypatch, capfd):
@@ -518,7 +518,9 @@ def test_output_to_a_full_disk_fails_in_one_line(words):
         command = [sys.executable, "-m", "gluon_mgpu", *words]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240)
     assert done.returncode == 1
-    assert re.fullmatch(r"Error: .*got an output \(No space left on device\); expected one that can be .*\n", done.stderr)
+    assert re.fullmatch(
+        r"Error: .*got an output \(No space left on device\); expected a (readable or )?writable file\..*\n", done.stderr
+    )
 
 
 def test_without_an_output_a_command_ends_well():

@@ -268,7 +268,7 @@ def test_attention_is_drawn(model, tmp_path):
     assert "was not drawn" in translated("--model", model, "--devices", "cpu*1", "--attention", tmp_path / "b.png", input="\n")
 
 
-def test_what_cannot_be_translated_is_told(model, tmp_path):
+def test_what_cannot_be_translated_is_reported(model, tmp_path):
     assert fail("translate", "--model", tmp_path / "none").startswith("Error: load_translator: got ")
     assert "No such file" in fail("translate", "--model", model, "--devices", "cpu*1", tmp_path / "none.txt")
     message = fail("translate", "--model", model, "--devices", "cpu*1", input=b"one\n\xff\n")
@@ -276,4 +276,4 @@ def test_what_cannot_be_translated_is_told(model, tmp_path):
     message = fail("translate", "--model", model, "--devices", "cpu*1", input="one\n".encode("utf-16"))
     assert "UTF-16" in message and "CP949" not in message
     message = fail("translate", "--model", model, "--beam", "2", "--n-best", "3", exit_code=2)
-    assert message == "Error: got --n-best 3 of --beam 2; expected as many or fewer. Widen the beam."
+    assert message == "Error: got --n-best 3 of --beam 2; expected at most the beam. Widen the beam."

@@ -56,7 +56,7 @@ def test_the_unknown_is_one_number_and_shown(vocabulary):
 
 
 @pytest.mark.parametrize("number", [-1, 10**6])
-def test_numbers_of_other_vocabularies_are_told(vocabulary, number):
+def test_numbers_of_other_vocabularies_are_reported(vocabulary, number):
     for read in (vocabulary.decode, vocabulary.tokens):
         with pytest.raises(DataError, match=f"got {number} for a vocabulary of {len(vocabulary)}"):
             read([5, number])
@@ -113,10 +113,10 @@ def test_all_letters_of_korean_text_are_covered_and_rare_syllables_on_demand():
         (["a"], {"kind": "letters"}, "kind='letters'"),
         ([], {"kind": "words"}, "no text"),
         (["a"], {"kind": "words", "size": 4}, "size=4"),
-        ("a text", {"kind": "words"}, "texts='a text'; expected sentences"),
+        ("a text", {"kind": "words"}, "texts='a text'; expected a list of strings"),
         (["a"], {"character_coverage": 1.5}, "character_coverage=1.5"),
     ],
 )
-def test_bad_arguments_are_told(texts, options, told):
+def test_bad_arguments_are_reported(texts, options, told):
     with pytest.raises(DataError, match=f"^build_vocabulary: got {told}"):
         build_vocabulary(texts, **options)

@@ -266,7 +266,7 @@ def test_update_bn_that_fails_changes_nothing():
 
 
 def test_update_bn_says_what_it_cannot_do():
-    for net, data, told in [(bn_net([mx.cpu()]), iter(()), "got no batch"), (nn.BatchNorm(), DATA, "whose shapes are open")]:
+    for net, data, told in [(bn_net([mx.cpu()]), iter(()), "got no batch"), (nn.BatchNorm(), DATA, "unknown shapes")]:
         net.initialize(force_reinit=True)
         with pytest.raises(mgpu.errors.TrainerError, match=told):
             mgpu.update_bn(net, data)

@@ -82,7 +82,7 @@ class Files:
             manifest: Dict[str, Any] = values_of(self.contents[MANIFEST], _FORM, MANIFEST)
         except (KeyError, ValueError) as error:
             raise StateError(
-                f"{operation}: got {self.folder / MANIFEST}, which is no checkpoint's manifest ({error}); expected one. Use "
+                f"{operation}: got {self.folder / MANIFEST}, which is not a checkpoint's manifest ({error}); expected one. Use "
                 "another checkpoint."
             ) from None
         version, listed = manifest["version"], manifest["files"]

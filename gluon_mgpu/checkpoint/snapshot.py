@@ -143,7 +143,8 @@ def take_snapshot(
         values_of(progress_json.encode(), dict, PROGRESS)  # as it will be read
     except (TypeError, ValueError) as error:
         raise StateError(
-            f"save_checkpoint: got progress that JSON cannot hold ({error}); expected numbers, texts and lists. Leave arrays out."
+            f"save_checkpoint: got progress that JSON cannot hold ({error}); expected numbers, strings and lists. "
+            "Leave arrays out."
         ) from error
     is_np = bool(mx.util.is_np_shape())
     if trainer is not None:
@@ -360,7 +361,7 @@ def check_all_saved(net: gluon.Block, trainer: Trainer) -> None:
     if others:
         raise StateError(
             f"save_checkpoint: got a trainer of {', '.join(others[:3])}, which the network has not; expected parameters of the "
-            "network. Let one Block hold all, such as the layers of a loss, too."
+            "network. Let one Block hold all, including the layers of a loss."
         )
 
 

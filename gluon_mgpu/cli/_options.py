@@ -91,7 +91,7 @@ def _writable(_context: click.Context, _parameter: click.Parameter, path: Path) 
     """Raise before the work if its results could not be saved after it."""
     there = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
     if not (this_process().rank or (there.is_dir() and os.access(there, os.W_OK | os.X_OK))):  # only process 0 saves
-        raise click.BadParameter(f"got {path}; expected a place that can be written. Pass another.")
+        raise click.BadParameter(f"got {path}; expected a writable folder. Pass another --output.")
     return path
 
 

@@ -62,7 +62,7 @@ class CommandGroup(click.Group):
                 told = f"{command}: got {reason_of(error)}; expected no error of MXNet. {advice_on(text)}".strip()
                 raise click.ClickException(told + _hint(error)) from error
             if isinstance(error, OSError):
-                told = f"({error.strerror or error}); expected one that can be read or written."
+                told = f"({error.strerror or error}); expected a readable or writable file."
                 raise click.ClickException(f"{command}: got {error.filename or 'an output'} {told}") from error
             if isinstance(error, ImportError) and not hasattr(sys.modules.get("mxnet"), "nd"):
                 raise click.ClickException(f"{error} Run gluon-mgpu doctor, which reports what is missing.") from error
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def run() -> None:
-    """Run the command; end without a traceback if its output cannot be written, and without a word if nobody reads it."""
+    """Run the command; end without a traceback if its output cannot be written, and silently if its reader has closed it."""
     has_failed = False
     try:
         try:
@@ -147,5 +147,5 @@ def run() -> None:
                 sys.stdout.flush()  # now: at its end, Python would print an error
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        told = f"Error: got {error.filename or 'an output'} ({error.strerror or error}); expected one that can be written."
+        told = f"Error: got {error.filename or 'an output'} ({error.strerror or error}); expected a writable file."
         sys.exit(1 if has_failed or isinstance(error, BrokenPipeError) else f"{told} Check the path and the disk.")

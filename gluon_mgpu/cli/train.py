@@ -245,7 +245,7 @@ def train_function(reference: str = "", **options: Any) -> None:
         "--parallel",
         type=click.Choice(["data", "model", "hybrid"]),
         help="data, the default: each device holds the network and takes a part of the batch; model: divide the network over the "
-        "devices; hybrid: divide all but attention and output layer, of which each device takes its part of the batch.",
+        "devices; hybrid: divide all layers except attention and output; each device computes these for its part of the batch.",
     ),
     _stages,
     _micro_batches,

@@ -124,7 +124,7 @@ def _choose_search(best: Translator, corpus: Corpus, options: SimpleNamespace) -
     """Let the beam and the length ratio of a translator be those of the best validation score, and return them as words.
 
     They are saved in the folders best and last. A wide beam finds the translations of a good model. Of a model that knows little,
-    it prefers texts that are too short, unless it is to find texts of the usual length.
+    it prefers translations that are too short, unless it searches for the usual length.
     """
     column = "chrf" if monitored(options) == "valid_chrf" else "exact_match"
     ratio = _length_ratio(best, corpus.train)

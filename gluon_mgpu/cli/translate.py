@@ -54,7 +54,7 @@ def translate(
     of the sentences, one per line. With --n-best, lines begin with the sentence's number, counted from 1, and a tab.
     """
     if beam is not None and n_best > beam:
-        raise click.UsageError(f"got --n-best {n_best} of --beam {beam}; expected as many or fewer. Widen the beam.")
+        raise click.UsageError(f"got --n-best {n_best} of --beam {beam}; expected at most the beam. Widen the beam.")
     if picture is not None:
         from ..plots import figure
 

@@ -54,8 +54,8 @@ class ArrayLoader:
         flag("ArrayLoader", "shuffle", shuffle, error=DataError)
         if not X.shape or not y.shape or len(X) != len(y) or not len(X):
             raise DataError(
-                f"ArrayLoader: got arrays of shapes {X.shape} and {y.shape}; expected as many examples as labels, 1 "
-                "or more. Pass arrays with one label per example: compare len(X) and len(y)."
+                f"ArrayLoader: got arrays of shapes {X.shape} and {y.shape}; expected one label per example, 1 "
+                "or more. Compare len(X) and len(y)."
             )
         advice = "Pass the examples of a batch over all devices."
         whole_number("ArrayLoader", "batch_size", batch_size, advice=advice, error=DataError)

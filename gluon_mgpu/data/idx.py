@@ -121,8 +121,8 @@ def _read_pair(folder: Path, part: str) -> Optional[Pair]:
     images, labels = (read_idx(path, dimensions) if path else () for path, dimensions in zip(paths, (_IMAGES, _LABELS)))
     if len(images) != len(labels):
         raise DataError(
-            f"load_idx_folder: got {len(images)} {part}-images and {len(labels)} {part}-labels in {folder}; expected as many of "
-            "each. Fetch both files of one data set."
+            f"load_idx_folder: got {len(images)} {part}-images and {len(labels)} {part}-labels in {folder}; expected the same "
+            "number. Fetch both files of one data set."
         )
     return images, labels  # type: ignore[return-value]
 

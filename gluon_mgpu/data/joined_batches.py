@@ -33,7 +33,7 @@ class JoinedBatches:
     Raises
     ------
     TrainerError
-        It is no iterable, or an item is not a pair.
+        It is not an iterable, or an item is not a pair.
     DataError
         A process has no batch at all, so that the form of an empty one is unknown.
 

@@ -88,7 +88,7 @@ def resolve_devices(spec: DeviceSpec = None, *, min_free_memory: Union[None, int
         - `"gpu"`, `"gpu*2"`: all GPUs, or the first two that MXNet can run on. A count stands after `*`, a number after `:`.
         - `"gpu:1"`, `"gpu:4-7"`, `"gpu:0,2"`: the GPUs with these numbers.
         - `"gpu:free"`, `"gpu:free*2"`: all free GPUs (see `request.why_not_free`), or the two with the most free memory, the
-          most free first. Nothing reserves them: another job that starts at the same time may choose them as well.
+          most free first. Nothing reserves them: another job that starts at the same time may choose the same ones.
         - `"cpu"`, `"cpu*2"`: one CPU context, or `cpu(0)` and `cpu(1)`.
         - `"cpu:0,gpu:0"`: a list of devices, each with its number.
         - contexts: checked and returned.

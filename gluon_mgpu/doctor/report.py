@@ -58,7 +58,7 @@ class Report:
         return found
 
     def rows(self, *, verbose: bool = False) -> Iterator[Row]:
-        """Yield a short report as labels and texts: versions, GPUs, devices, threads; all details with `verbose`."""
+        """Yield a short report as labels and lines: versions, GPUs, devices, threads; all details with `verbose`."""
         if self.machine:
             one = self.machine
             yield "machine", f"{one.cpu}, {one.usable_cores} of {one.cores} cores, {one.system}"

@@ -129,7 +129,7 @@ def export(
         )
     check_exportable(net)
     if sample is None:
-        raise TrainerError("export: got no sample; expected one batch, which decides shapes and is compared. Pass sample=X.")
+        raise TrainerError("export: got no sample; expected one batch, from which shapes are inferred. Pass sample=X.")
     _check_place(path, is_folder)
     if path.suffix:
         _require_onnx(check)

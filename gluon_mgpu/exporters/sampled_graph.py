@@ -163,7 +163,7 @@ def in_plain_form(net: gluon.Block) -> Iterator[None]:
 
 
 def predict_sample(net: gluon.Block, arguments: Sequence[Any]) -> None:
-    """Run a network for a sample, which decides shapes, and make its devices equal."""
+    """Run a network for a sample, so that its shapes are known, and make its devices equal."""
     expected = "data of a shape and dtype that the network accepts"
     with explaining("export", "a sample that the network rejects", expected, advice="Pass one batch."):
         mx.nd.waitall()  # a static graph writes running statistics without telling the engine

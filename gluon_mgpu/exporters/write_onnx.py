@@ -175,7 +175,8 @@ def open_axes(graph: ExportGraph, wanted: Optional[Sequence[Group]]) -> List[Opt
     found = [_shown(graph, one) for one in tried]
     if found == [None]:
         raise TrainerError(
-            f"export: got dynamic_axes={short(wanted)}, of which the network fixes some; expected axes of any size. Drop those."
+            f"export: got dynamic_axes={short(wanted)}, some of which the network fixes; expected axes of any size. Leave "
+            "those out."
         )
     return found
 

@@ -79,7 +79,7 @@ def fit(
         Shapes (B, ...); read once per epoch.
     epochs : int
     metrics : "auto", sequence of functions, or dict name -> function
-        See `gluon_mgpu.accuracy`. "auto": the accuracy, unless `loss` is one of Gluon's for labels that are no classes.
+        See `gluon_mgpu.accuracy`. "auto": accuracy, unless `loss` is a regression loss of Gluon.
     callbacks : sequence of Callback, optional
         `[Progress()]` by default; `[]` for none.
     split_f : callable (X, y, devices) -> (list of shards, list of shards)
@@ -143,7 +143,9 @@ def fit(
         check_iterable("fit", "test_iter", test_iter, reader="evaluate", each_once=True)
     is_shared = test_iter is train_iter and isinstance(test_iter, DataIter)  # an evaluation would end the epoch
     if evaluate_every is not None and (test_iter is None or is_shared):
-        raise TrainerError(f"fit: got evaluate_every={evaluate_every} without a test_iter of its own; expected one. Pass it.")
+        raise TrainerError(
+            f"fit: got evaluate_every={evaluate_every} without a test_iter; expected one to evaluate. Pass fit(..., test_iter)."
+        )
     measured = metrics_for(metrics, loss)
     callbacks = _checked_callbacks(callbacks)
     if trace is not None:
@@ -159,7 +161,7 @@ def fit(
     if processes is not None and len(set(processes.all_gather_bytes(str(steps).encode())).difference([b"0"])) > 1:
         raise TrainerError(
             f"fit: got {num_batches} batches an epoch in process {processes.process.rank}, and others in other processes; "
-            "expected as many in all, as each step waits for all. Use a ShardedSampler, or limit_batches."
+            "expected the same number in all, as each step waits for all. Use a ShardedSampler, or limit_batches."
         )
     state = FitState(net, trainer, limits.num_epochs(epochs, num_batches), num_batches, tests=test_iter is not None)
     caught = CaughtSignal()

@@ -144,7 +144,7 @@ def _axis_of_classes(name: str, output: Any, label: Any, axis: Optional[int], *,
 
 
 def metrics_for(metrics: Union[str, Metrics], loss: Any) -> Metrics:
-    """Return the metrics of `fit` and `evaluate`; for "auto", the accuracy, unless the labels of a Gluon loss are no classes.
+    """Return the metrics of `fit` and `evaluate`; for "auto", accuracy, unless the loss is a regression loss of Gluon.
 
     Examples
     --------
@@ -152,7 +152,7 @@ def metrics_for(metrics: Union[str, Metrics], loss: Any) -> Metrics:
     [[], ['accuracy']]
     """
     if not isinstance(metrics, str) or metrics != "auto":
-        return metrics  # type: ignore[return-value]  # named_metrics rejects other texts
+        return metrics  # type: ignore[return-value]  # named_metrics rejects other strings
     kind = next((kind for kind in type(loss).__mro__ if kind.__module__ == gluon.loss.__name__), gluon.loss.Loss)
     if not issubclass(kind, gluon.loss.SoftmaxCELoss):
         return [accuracy] if kind is gluon.loss.Loss else []

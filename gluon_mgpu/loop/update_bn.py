@@ -62,7 +62,7 @@ def update_bn(net: gluon.Block, data_iter: Iterable[Any], *, split_f: SplitFunct
     params, stats = net.collect_params().values(), running_stats(net)
     if not stats:
         if any(is_running_stat(param) and is_open(param) for param in params):
-            raise TrainerError("update_bn: got a network whose shapes are open; expected a trained one. Call it after fit.")
+            raise TrainerError("update_bn: got an untrained network (unknown shapes); expected a trained one. Call it after fit.")
         return
     trainers = trainers_of(net)
     for trainer in trainers:

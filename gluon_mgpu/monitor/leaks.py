@@ -75,7 +75,7 @@ def live_arrays() -> Dict[Kind, int]:
 class LeakCheck(Callback):
     """Measures over the steps of a run how fast resident memory, the memory of GPUs and the number of live arrays grow.
 
-    A callback of `fit`; in a loop by hand, call `step` after each step. It sometimes waits for the devices and collects garbage,
+    A callback of `fit`; in your own loop, call `step` after each step. It sometimes waits for the devices and collects garbage,
     so use it to find leaks, not in every run.
 
     Parameters

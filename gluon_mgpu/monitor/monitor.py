@@ -37,7 +37,7 @@ class Monitor(Callback):
     """Records the load and the memory of the GPUs and the host from a separate thread; it never waits in a step.
 
     As a callback of `fit`, it adds `load_<gpu>`, `memory_gib_<gpu>`, `host_gib` and `host_cores` to each row of the history, and
-    logs a summary at the end. In a loop by hand, use a `with` block.
+    logs a summary at the end. In your own loop, use a `with` block.
 
     Parameters
     ----------

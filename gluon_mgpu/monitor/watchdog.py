@@ -29,7 +29,7 @@ class Watchdog(Callback):
     them alone; the watchdog uses its single timer (`dump_traceback_later`). MXNet does not expose which operation runs. The
     parameters and gradients that it still has to write are named.
 
-    As a callback of `fit`, it notices each batch of training and evaluation. In a loop by hand, use a `with` block and call
+    As a callback of `fit`, it notices each batch of training and evaluation. In your own loop, use a `with` block and call
     `beat` after each step.
 
     Parameters

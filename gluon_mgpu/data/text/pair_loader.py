@@ -88,7 +88,7 @@ class PairLoader:
         flag("PairLoader", "shuffle", shuffle, error=DataError)
         if len(source) != len(target) or not len(source):
             raise DataError(
-                f"PairLoader: got {len(source)} source and {len(target)} target sentences; expected as many of each, 1 or more. "
+                f"PairLoader: got {len(source)} source and {len(target)} target sentences; expected the same number, 1 or more. "
                 "Pass one target sentence per source sentence."
             )
         whole_number("PairLoader", "seed", seed, low=0, high=MOST_SEED, advice="Pass for example 0.", error=DataError)

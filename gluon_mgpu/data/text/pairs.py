@@ -47,8 +47,8 @@ class SentencePairs:
             object.__setattr__(self, name, texts_of("SentencePairs", name, getattr(self, name), error=DataError))
         if len(self.source) != len(self.target):
             raise DataError(
-                f"SentencePairs: got {len(self.source)} source and {len(self.target)} target sentences; expected as many of "
-                "each. Pass a translation for each sentence."
+                f"SentencePairs: got {len(self.source)} source and {len(self.target)} target sentences; expected the same "
+                "number. Pass a translation for each sentence."
             )
 
     def __len__(self) -> int:
@@ -102,8 +102,8 @@ def read_pairs(source_path: PathLike, target_path: PathLike, *, keep_empty: bool
     source, target = read_lines("read_pairs", source_path), read_lines("read_pairs", target_path)
     if len(source) != len(target):
         raise DataError(
-            f"read_pairs: got {len(source)} lines in {source_path} and {len(target)} in {target_path}; expected as many in each. "
-            f"The first line without a partner is line {min(len(source), len(target)) + 1}: check for a missing line "
+            f"read_pairs: got {len(source)} lines in {source_path} and {len(target)} in {target_path}; expected the same number "
+            f"in both. The first line without a partner is line {min(len(source), len(target)) + 1}: check for a missing line "
             "before it."
         )
     return _paired("read_pairs", list(zip(source, target)), (str(source_path), str(target_path)), keep_empty)

@@ -120,7 +120,7 @@ def build_vocabulary(
         name, advice = "character_coverage", "1 covers all characters."
         real_number("build_vocabulary", name, character_coverage, low=0.98, high=1.0, advice=advice, error=DataError)
     if isinstance(texts, str) or not isinstance(texts, Iterable):
-        raise DataError(f"build_vocabulary: got texts={short(texts)}; expected sentences. Pass a list of texts.")
+        raise DataError(f"build_vocabulary: got texts={short(texts)}; expected a list of strings. Pass sentences.")
     lines = [_without_spaces_sign(line) for line in map(normalise, texts) if line]
     if not lines:
         raise DataError("build_vocabulary: got no text; expected one sentence or more. Check the corpus.")

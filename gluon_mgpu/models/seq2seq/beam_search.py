@@ -399,7 +399,7 @@ def _check_search(net: Any, counts: Dict[str, Any], alpha: float, length_ratio: 
             whole_number("translate", name, count, advice="Leave it out for the usual.")
     if counts["num_best"] > counts["beam_size"]:
         raise TrainerError(
-            f"translate: got num_best={counts['num_best']} of beam_size={counts['beam_size']}; expected as many or fewer. Widen "
+            f"translate: got num_best={counts['num_best']} of beam_size={counts['beam_size']}; expected at most beam_size. Widen "
             "the beam."
         )
     real_number("translate", "alpha", alpha, advice="1.0 is usual.")

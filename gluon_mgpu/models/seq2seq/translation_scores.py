@@ -30,7 +30,7 @@ def translation_scores(translations: Sequence[str], references: Sequence[str]) -
     Raises
     ------
     DataError
-        The numbers of texts differ, or there are none.
+        The numbers of translations and references differ, or there are none.
 
     Examples
     --------
@@ -84,7 +84,7 @@ def exact_match(translations: Sequence[str], references: Sequence[str]) -> float
     references = texts_of("exact_match", "references", references, error=DataError)
     if len(translations) != len(references) or not len(references):
         raise DataError(
-            f"exact_match: got {len(translations)} translations and {len(references)} references; expected as many of each, 1 or "
+            f"exact_match: got {len(translations)} translations and {len(references)} references; expected the same number, 1 or "
             "more. Translate every sentence."
         )
     return sum(normalise(one) == normalise(other) for one, other in zip(translations, references)) / len(references)

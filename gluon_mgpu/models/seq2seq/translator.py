@@ -48,7 +48,7 @@ class TranslatedText:
     ----------
     text : str
     score : float
-        What translations of one text are ranked by; 0 for the translation of no text, which is no text.
+        The rank of translations of one text; 0 for the empty translation of an empty text.
     source_tokens, target_tokens : list of str
         With the ends of the sentences, as `attention` counts them.
     attention : numpy.ndarray, shape (target tokens, source tokens), or None
@@ -130,7 +130,7 @@ class Translator:
         Raises
         ------
         TrainerError
-            `texts` is not a list of texts, or an option is invalid.
+            `texts` is not a list of strings, or an option is invalid.
         """
         texts = texts_of("Translator", "texts", texts)
         encoded = [self.source_vocabulary.encode(text) for text in texts]

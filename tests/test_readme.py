@@ -65,7 +65,7 @@ def test_the_first_screen_shows_a_picture_a_change_and_figures_that_were_measure
         ]
         figures.append(cells)
     assert figures[0] == figures[1] and len(figures[0]) == 5
-    training = results.split("## Training ResNet-18")[1].split("\n## ")[0]
+    training = results.split("## How fast does ResNet-18 train?")[1].split("\n## ")[0]
     assert {figure for row in figures[0] for figure in row} <= set(re.findall(r"[\d.]+", training))
 
 

@@ -333,7 +333,7 @@ def refused(call, error, told):
         call()
 
 
-def test_what_is_out_of_order_is_told(tmp_path):
+def test_what_is_out_of_order_is_reported(tmp_path):
     net, trainer = world()
     X, y = small_batches([6])[0]
     with trainer.accumulate():

@@ -275,14 +275,14 @@ class Trainer:
     "make, name",
     [(lambda net: gluon.Trainer(net.collect_params(), "sgd"), "mxnet.gluon.Trainer"), (lambda net: Trainer(), "Trainer")],
 )
-def test_a_class_of_the_same_name_is_told_apart_by_its_module(make, name, world):
+def test_a_class_of_the_same_name_is_kept_apart_by_its_module(make, name, world):
     for call in (mgpu.fit, mgpu.train_batch, mgpu.compile_step):
         arguments = ([(X, Y)],) if call is mgpu.fit else (X, Y) if call is mgpu.train_batch else ()
         with pytest.raises(ValueError, match=f"object of type ([a-z._]*test_bad_input[.])?{name}; expected a gluon_mgpu.Trainer"):
             call(world.net, LOSS, make(small_net(CTX)), *arguments, **({"epochs": 1} if call is mgpu.fit else {}))
 
 
-def test_a_trainer_of_another_network_is_told_before_the_first_batch(world):
+def test_a_trainer_of_another_network_is_reported_before_the_first_batch(world):
     """It said that a weight got no gradient."""
     other = mgpu.Trainer(small_net(CTX), "sgd")
     for call in (

@@ -113,13 +113,13 @@ def test_on_cpu_contexts_the_process_is_watched(fake):
 
 
 @pytest.mark.parametrize("how", [pytest.param("bad_alloc", marks=pytest.mark.exhaustive), "mxnet_allocation"])
-def test_a_lack_of_memory_is_told_as_one(how):
+def test_a_lack_of_memory_is_reported_as_one(how):
     with pytest.raises(NoMemoryError) as caught:
         failing(how)
     assert caught.value.peak_bytes > 100 * MIB
 
 
-def test_another_failure_is_told_as_what_it_is():
+def test_another_failure_is_reported_as_what_it_is():
     with pytest.raises(StepError) as caught:
         failing("value")
     assert f"got ValueError: 7 examples from {HERE}:value with a batch of 4; expected" in str(caught.value)
@@ -212,7 +212,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_arguments_are_told_before_a_process_starts(wrong, fake):
+def test_wrong_arguments_are_reported_before_a_process_starts(wrong, fake):
     asked = fake(lambda batch_size: 10)
     with pytest.raises((TrainerError, DeviceError)):
         WRONG[wrong]()

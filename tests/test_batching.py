@@ -68,7 +68,7 @@ def test_the_order_depends_on_seed_and_epoch_alone():
         (3, 3, {"last_batch": "rollover"}, "last_batch='rollover'"),
     ],
 )
-def test_bad_arguments_are_told(num_features, num_labels, options, told):
+def test_bad_arguments_are_reported(num_features, num_labels, options, told):
     arguments = {"batch_size": 2, **options}
     with pytest.raises(DataError, match=f"^ArrayLoader: got .*{told}"):
         mgpu.data.ArrayLoader(np.zeros(num_features), np.zeros(num_labels), **arguments)

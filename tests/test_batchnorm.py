@@ -244,7 +244,7 @@ def test_a_shard_alone_is_refused():
 
 
 @sync
-def test_hybridizing_after_a_conversion_is_told():
+def test_hybridizing_after_a_conversion_is_reported():
     net = train(convert_sync_batchnorm(build([mx.cpu(0), mx.cpu(1)])), small_batches([8]))
     net.hybridize()
     with pytest.raises(TrainerError, match="after convert_sync_batchnorm"):
@@ -287,7 +287,7 @@ class Choosing(nn.Block):
 
 @sync
 @pytest.mark.parametrize("small, told", [(lambda: nn.BatchNorm(in_channels=1), "batchnorm"), (lambda: nn.Flatten(), "the end")])
-def test_shards_that_part_are_told(small, told):
+def test_shards_that_part_are_reported(small, told):
     ctx = [mx.cpu(0), mx.cpu(1)]
     net = initialized(Choosing(small()), ctx)
     convert_sync_batchnorm(net)

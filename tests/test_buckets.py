@@ -452,7 +452,7 @@ def test_a_schedule_is_one_for_all_parameters_and_replicas(optimizer, last):
     assert rates == [params["learning_rate"] * factor for factor in (1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125)]
 
 
-def test_a_graph_of_the_time_before_the_buckets_is_told():
+def test_a_graph_of_the_time_before_the_buckets_is_reported():
     """Its second backward pass would write into arrays that the network no longer has."""
     net = initialized(nn.Dense(2), CTX, mx.init.One())
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})

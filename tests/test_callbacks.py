@@ -238,7 +238,7 @@ def test_early_stopping_refuses_bad_options(options):
         mgpu.EarlyStopping(**options)
 
 
-def test_a_column_that_is_not_there_is_told():
+def test_a_column_that_is_not_there_is_reported():
     with pytest.raises(TrainerError, match="^callbacks: got monitor 'f1_loss'; expected one of epoch, train_accuracy, "):
         train([mgpu.EarlyStopping("f1_loss")])
 
@@ -345,7 +345,7 @@ def make_trainer(net):
 
 
 @pytest.mark.parametrize("make", [mgpu.EarlyStopping, lambda: mgpu.Checkpoint("never", "test_loss")])
-def test_a_monitor_that_needs_a_test_set_is_told_before_the_first_epoch(make, tmp_path, monkeypatch):
+def test_a_monitor_that_needs_a_test_set_is_reported_before_the_first_epoch(make, tmp_path, monkeypatch):
     """It was told after the first epoch, which may have taken hours."""
     monkeypatch.chdir(tmp_path)
     net = make_net([mx.cpu()])
@@ -441,7 +441,7 @@ def test_a_loss_that_is_not_finite_replaces_no_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("held", [[None], [[1]], [{"a": np.ones(1)}], [{"a": nd.ones((1,))}] * 2])
-def test_arrays_of_callbacks_are_told_apart(tmp_path, held):
+def test_arrays_of_callbacks_are_kept_apart(tmp_path, held):
     net = initialized(nn.Dense(1, in_units=1))
     callbacks = [*map(Holding, held), mgpu.Checkpoint(tmp_path, monitor=None)]
     data = [(np.ones((2, 1), "float32"), np.ones((2, 1), "float32"))]

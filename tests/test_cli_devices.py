@@ -40,7 +40,7 @@ def test_gpus_have_their_names_in_json(nvml):
     assert [device["index"] for device in hidden] == [0, 1]
 
 
-def test_numbers_in_doubt_are_told(nvml, monkeypatch):
+def test_numbers_in_doubt_are_reported(nvml, monkeypatch):
     nvml.gpus.append(h200())
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     assert run("devices").count("CUDA_DEVICE_ORDER=PCI_BUS_ID") == 1

@@ -83,7 +83,7 @@ def test_more_epochs_stretch_the_schedule(request, small, tmp_path):
     assert rates[2] > 0.01
 
 
-def test_a_folder_that_is_none_is_told(request, small, tmp_path):
+def test_a_folder_that_is_none_is_reported(request, small, tmp_path):
     command = [*programs(request)["resnet18"], "--devices", "cpu*1", "--epochs", "1", "--output", tmp_path / "out"]
     assert "which holds no checkpoint" in run(*command, "--resume", tmp_path / "nowhere", exit_code=1)
     assert not (tmp_path / "out").exists()

@@ -82,7 +82,7 @@ VALUES = {"NumPy": np.zeros(2), "MXNet": nd.zeros(2), "object": object(), "dict"
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-def test_what_json_cannot_hold_is_told_by_name(value):
+def test_what_json_cannot_hold_is_reported_by_name(value):
     optimizer = Own()
     optimizer.seen = value
     with pytest.raises(StateError, match="seen of type .* in Own"):

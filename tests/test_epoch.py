@@ -74,7 +74,7 @@ def run_rows(X, y):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("step, shard", [(1, 0), (3, 1), (6, 2)])
-def test_a_loss_that_is_not_finite_is_told_with_its_step_and_device(step, shard, bad, monkeypatch):
+def test_a_loss_that_is_not_finite_is_reported_with_its_step_and_device(step, shard, bad, monkeypatch):
     monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_BATCHES", 4)
     monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_S", math.inf)
     losses = np.ones((6, 3, 2))

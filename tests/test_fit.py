@@ -237,7 +237,7 @@ def test_the_gradients_norm_is_a_column(devices, arrays, every):
 
 
 @pytest.mark.parametrize("which, operation", [("train_iter", "fit"), ("test_iter", "evaluate")])
-def test_a_generator_that_is_used_up_is_told(which, operation):
+def test_a_generator_that_is_used_up_is_reported(which, operation):
     """Its second epoch is empty, which would otherwise look like an epoch of nothing."""
     recorder = Recorder()
     generator = (pair for pair in batches_of(*three_clouds()))
@@ -249,7 +249,7 @@ def test_a_generator_that_is_used_up_is_told(which, operation):
 
 
 @pytest.mark.parametrize("num_devices, step, shard", [(1, 1, 0), (2, 2, 1), (3, 5, 2), (3, 4, 0)])
-def test_a_nan_in_the_data_is_told_with_step_and_device(num_devices, step, shard, tmp_path):
+def test_a_nan_in_the_data_is_reported_with_step_and_device(num_devices, step, shard, tmp_path):
     """One example of one shard of one batch of the second epoch is NaN; the weights, and so all that follows, are, too."""
     X, y = three_clouds(60)
     good, bad = batches_of(X, y, 12), batches_of(X.copy(), y, 12)

@@ -159,7 +159,7 @@ def test_a_new_file_is_not_written_through_a_link(tmp_path, monkeypatch):
     assert names(tmp_path) == ["curves.png", "history.csv", "history.json", "mine"]
 
 
-def test_a_copy_that_fails_is_told_in_one_sentence(tmp_path):
+def test_a_copy_that_fails_is_reported_in_one_sentence(tmp_path):
     failed = shutil.Error([("a", "b", "[Errno 28] No space left on device: 'a' -> 'b'")])
     told = r"cannot be written \(\[Errno 28\] No space left on device: 'a' -> 'b'\); expected"
     with pytest.raises(SaveError, match=told), explained("Checkpoint", tmp_path):

@@ -91,7 +91,7 @@ def test_gluon_reads_the_files_that_are_there(tmp_path, arrays, offline, hashes,
 
 
 @DOWNLOADED
-def test_without_a_network_the_way_out_is_told(tmp_path, offline, load, name, train_images_sha1):
+def test_without_a_network_the_way_out_is_reported(tmp_path, offline, load, name, train_images_sha1):
     with pytest.raises(DataError, match=rf"{name}.*ConnectionError") as caught:
         load(str(tmp_path))
     assert str(tmp_path) in str(caught.value)

@@ -162,7 +162,7 @@ def test_metrics_are_named(metrics, names):
         ([lambda output, label: None, lambda output, label: None], "got 2 of which some share a name"),
     ],
 )
-def test_what_is_no_metric_is_told(metrics, told):
+def test_what_is_no_metric_is_reported(metrics, told):
     with pytest.raises(TrainerError, match=f"^metrics: {told}"):
         mgpu.loop.MetricSums(metrics)
 

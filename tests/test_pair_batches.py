@@ -99,7 +99,7 @@ def test_shards_hold_about_equal_tokens(arrays):
         ([[4]], [[4]], {"batch_tokens": 3}, "up to 2 and 2 tokens for batches of 3"),
     ],
 )
-def test_bad_arguments_are_told(source, target, options, told):
+def test_bad_arguments_are_reported(source, target, options, told):
     with pytest.raises(DataError, match=f"got .*{told}"):
         PairLoader(source, target, **{"batch_tokens": 100, **options})
 

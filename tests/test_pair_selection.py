@@ -42,7 +42,7 @@ def test_pairs_that_share_a_sentence_through_others_stay_together():
     "sizes, seed, found",
     [((3, 2), 0, "sizes"), ((0, 2), 0, "sizes"), ((1.5,), 0, "sizes"), ((2, 1), 0, "share"), ((1,), -1, "seed")],
 )
-def test_parts_that_cannot_be_are_told(sizes, seed, found):
+def test_parts_that_cannot_be_are_reported(sizes, seed, found):
     pairs = SentencePairs(["a", "a", "a", "b"], ["1", "2", "3", "4"])
     with pytest.raises(DataError, match=f"^split_pairs: got .*{found}"):
         split_pairs(pairs, sizes, seed=seed)

@@ -48,7 +48,7 @@ def test_only_a_line_feed_ends_a_line(write):
     assert list(pairs) == [("a b c d", "1"), ("z", "2")]
 
 
-def test_other_numbers_of_lines_are_told(write):
+def test_other_numbers_of_lines_are_reported(write):
     source, target = write("k", "하나\n둘\n셋\n"), write("e", "one\ntwo\n")
     with pytest.raises(DataError) as caught:
         read_pairs(source, target)
@@ -56,7 +56,7 @@ def test_other_numbers_of_lines_are_told(write):
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-def test_bytes_that_are_not_utf8_are_told_with_their_line(write, mark):
+def test_bytes_that_are_not_utf8_are_reported_with_their_line(write, mark):
     path = write("k", mark + "하나\n둘\n".encode() + "셋".encode("cp949") + b"\n")
     for read in (lambda: read_pairs(path, path), lambda: read_tsv(path)):
         with pytest.raises(DataError) as caught:
@@ -76,7 +76,7 @@ def test_the_encoding_of_a_file_is_named(write, encoding, name):
 
 
 @pytest.mark.parametrize("source, target, side", [("a\n \nc\n", "1\n2\n3\n", "k"), ("a\nb\nc\n", "1\n\t\n3\n", "e")])
-def test_an_empty_side_is_told_with_file_and_line(write, source, target, side):
+def test_an_empty_side_is_reported_with_file_and_line(write, source, target, side):
     paths = {"k": write("k", source), "e": write("e", target)}
     with pytest.raises(DataError) as caught:
         read_pairs(paths["k"], paths["e"])
@@ -90,7 +90,7 @@ def test_an_empty_side_is_told_with_file_and_line(write, source, target, side):
     [("a\t1\nb\t\n", "column 1 line 2"), ("a\t1\nb  2\n", "line 2"), ("", "no pair")],
     ids=["an empty cell", "too few columns", "an empty file"],
 )
-def test_a_wrong_tsv_is_told_with_its_place(write, content, words):
+def test_a_wrong_tsv_is_reported_with_its_place(write, content, words):
     path = write("pairs.tsv", content)
     with pytest.raises(DataError) as caught:
         read_tsv(path)

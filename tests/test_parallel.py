@@ -203,7 +203,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_told(name):
+def test_what_is_wrong_is_reported(name):
     error, call = WRONG[name]
     with pytest.raises(error):
         call()

@@ -192,6 +192,6 @@ def test_processes_that_would_resume_from_different_steps_are_refused(tmp_path, 
         (gluon.data.DataLoader(np.zeros(40), 12), False),
     ],
 )
-def test_what_rolls_over_to_the_next_epoch_is_told(data, is_told, caplog):
+def test_what_rolls_over_to_the_next_epoch_is_reported(data, is_told, caplog):
     check_data(FitProgress(epoch=2, batches=1, step=5), data)
     assert bool(caplog.records) == is_told

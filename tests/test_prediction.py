@@ -223,7 +223,7 @@ def test_the_error_of_a_device_names_its_batch_and_device(at, shard):
     assert predict(net, [np.array([np.eye(2)] * 3)]).shape == (3, 2, 2)
 
 
-def test_what_the_network_does_not_take_is_told_with_its_batch_and_device(devices):
+def test_what_the_network_does_not_take_is_reported_with_its_batch_and_device(devices):
     good, bad = np.ones((6, 4), "float32"), np.ones((6, 5), "float32")
     with pytest.raises(StepError, match=r"^predict: got an error at batch 3: .* for shard 0 on cpu\(0\)"):
         predict(linear_net(devices), [good, good, bad])
@@ -279,7 +279,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_told(name):
+def test_what_is_wrong_is_reported(name):
     error, told, call = WRONG[name]
     with pytest.raises(error, match=told):
         call(linear_net(CTX))

@@ -401,13 +401,13 @@ def test_a_process_alone_has_no_group():
     assert distributed.process_shard() == (0, 1)
 
 
-def test_a_job_without_a_store_is_told(monkeypatch):
+def test_a_job_without_a_store_is_reported(monkeypatch):
     monkeypatch.delenv("DMLC_ROLE", raising=False)
     with pytest.raises(ProcessError, match="gluon-mgpu launch"):
         distributed.Group(distributed.Process(0, 2, 0, 2, 0, 1, 0))
 
 
-def test_a_store_of_the_programs_own_is_told(monkeypatch):
+def test_a_store_of_the_programs_own_is_reported(monkeypatch):
     monkeypatch.setenv("DMLC_ROLE", "worker")
     free = dict.fromkeys(["__init__", "__del__"], lambda self: None)
     own = type("Own", (mx.kvstore.KVStore,), {"type": "dist_sync", **free})()

@@ -297,7 +297,7 @@ def test_one_thread_per_context_is_left_alone_without_a_warning():
 
 
 @pytest.mark.parametrize("hybridize", [None, {}, {"static_alloc": True, "static_shape": True}])
-def test_initialising_again_under_a_live_trainer_is_told(hybridize):
+def test_initialising_again_under_a_live_trainer_is_reported(hybridize):
     """A static graph goes on writing gradients into the old arrays: training stood still, without a word."""
     net = nn.HybridSequential()
     net.add(linear())

@@ -75,7 +75,7 @@ install_project() { # $1: extras
     fi
     check_libraries "$python"
     version=$("$python" -c 'import platform; print(platform.python_version())')
-    echo "Setting up $venv with Python $version: downloads about 150 MB once, and takes about a minute."
+    echo "Setting up $venv with Python $version: downloads about 200 MB once, and takes about a minute."
     # The packages of another extra may stay; those of another Python may not.
     if ! [ -x "$venv/bin/python" ] || [ "$("$venv/bin/python" -c 'import platform; print(platform.python_version())' 2>/dev/null)" != "$version" ]; then
         make_venv "$python"

@@ -4,5 +4,5 @@
 # VENV=/path/to/environment uses an environment that has MXNet and this project, such as one with MXNet 2.
 
 . "$(dirname "$0")/environment.sh"
-if [ -n "${VENV:-}" ]; then venv=$VENV; else install_project cpu,train; fi
+if [ -n "${VENV:-}" ]; then venv=$VENV; else install_project cpu,all; fi
 exec "$venv/bin/python" scripts/train_resnet18.py --devices "cpu*2" "$@"

@@ -26,8 +26,9 @@ $2")
 }
 
 net='net = gluon.nn.Dense(2, in_units=3); net.initialize()'
-for extra in ${*:-cpu train seq2seq d2l gpu monitor doctor onnx tensorboard sync docs gluoncv}; do
+for extra in ${*:-cpu all train seq2seq d2l gpu monitor doctor onnx tensorboard sync docs gluoncv}; do
     case $extra in
+    all) check all "import onnxruntime, psutil, greenlet, sacrebleu, sentencepiece, tensorboardX, threadpoolctl" ;;
     train) check train "$net
 figure = mgpu.plots.figure(); mgpu.data.load_digits()" ;;
     seq2seq) check seq2seq "mgpu.data.build_vocabulary(mgpu.data.korean_numbers(300).source, 'subwords', size=100)" ;;

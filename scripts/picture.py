@@ -1,8 +1,8 @@
 """Draw docs/images/same.png, the picture of the README, from short trainings: python scripts/picture.py
 
-A small LeNet learns scikit-learn's digits. Left: the loss with `Trainer(virtual_shards=4)` on 1, 2 and 4 CPU contexts, and of a run that is
-stopped on 4 contexts and resumed on 2. Right: weights compared with those on one context, for Gluon's loop and for `Trainer`. There, the last
-batch of each epoch holds one image, so that one context has none.
+A small LeNet learns scikit-learn's digits. Left: the loss with `Trainer(virtual_shards=4)` on 1, 2 and 4 CPU contexts,
+and of a run that is stopped on 4 contexts and resumed on 2. Right: weights compared with those on one context, for
+Gluon's loop and for `Trainer`. There, the last batch of each epoch holds one image, so that one context has none.
 """
 
 from __future__ import annotations

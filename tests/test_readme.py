@@ -51,32 +51,47 @@ def test_commands_exist():
     assert sorted(listed) == sorted(there)
 
 
-def test_the_first_screen_shows_a_picture_a_change_and_figures_that_were_measured():
-    results = (ROOT / "scripts" / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+@pytest.mark.mxnet1("legacy arrays")
+def test_the_script_trains_before_and_after_its_change(tmp_path):
+    """Both sides of the diff are complete programs; the Korean one has the same lines."""
+    (diff,), (korean,) = (blocks(name, "diff") for name in READMES)
+    assert re.sub(r" *# .*", "", diff) == re.sub(r" *# .*", "", korean)
+    for number, dropped in enumerate("+-"):
+        program = tmp_path / f"{number}.py"
+        program.write_text(
+            "".join(line[1:] + "\n" for line in diff.splitlines() if not line.startswith(dropped)), encoding="utf-8"
+        )
+        first = "" if number else "import gluon_mgpu\n"  # gives MXNet the names that a newer NumPy lacks
+        program.write_text(first + program.read_text(encoding="utf-8"), encoding="utf-8")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # MXNet's dot hangs on two contexts with more
+        done = subprocess.run([sys.executable, "-W", "ignore", str(program)], env=environment, **OUTPUT)
+        printed = re.findall(r"^epoch (\d): loss (\d\.\d{3})$", done.stdout.decode(), re.MULTILINE)
+        assert done.returncode == 0 and [epoch for epoch, _ in printed] == ["1", "2", "3"], done.stdout.decode()
+        assert float(printed[0][1]) > 1 > 0.5 > float(printed[2][1])
+
+
+def test_the_figures_are_those_of_the_results_and_the_picture_is_small():
+    results = re.findall(r"[\d.]+", (ROOT / "scripts" / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8"))
     figures = []
     for name in READMES:
-        first = re.split(r"^## ", (ROOT / name).read_text(encoding="utf-8"), flags=re.MULTILINE)[0]
+        text = (ROOT / name).read_text(encoding="utf-8")
+        first = text.split("\n## ")[0]
         (picture,) = re.findall(r"!\[.+\]\((.+)\)", first)
-        assert (ROOT / picture).stat().st_size < 60_000
-        assert "```diff" in first
-        cells = [
-            re.findall(r"[\d.]+", cells)
-            for cells in re.findall(r"^\| (?:gluon_mgpu|Gluon|d2l|PyTorch).*? \| (.*) \|$", first, re.MULTILINE)
-        ]
-        figures.append(cells)
-    assert figures[0] == figures[1] and len(figures[0]) == 5
-    training = results.split("## How fast does ResNet-18 train?")[1].split("\n## ")[0]
-    assert {figure for row in figures[0] for figure in row} <= set(re.findall(r"[\d.]+", training))
+        assert (ROOT / picture).stat().st_size < 100_000 and "scripts/picture.py" in first
+        figures.append(
+            re.findall(r"\b\d+\.\d+\b", " ".join(re.findall(r"^\| .* \| (.*) \| (?:`python|the same|위와)", text, re.MULTILINE)))
+        )
+    assert figures[0] == figures[1] and len(figures[0]) == 8 and set(figures[0]) <= set(results)
 
 
 @pytest.mark.parametrize("name", READMES)
 def test_few_links_lead_on(name):
     links = re.findall(r"(?<!!)\[[^]]+\]\(([^)]+)\)", (ROOT / name).read_text(encoding="utf-8"))
-    assert len(links) == 6 and set(links) & set(READMES), "five, and the other language"
+    assert len(links) <= 14 and set(links) & set(READMES)
 
 
 def test_it_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1000
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1150
 
 
 @pytest.mark.parametrize("name", [*READMES, "CONTRIBUTING.md"])

@@ -50,6 +50,11 @@ def prepare() -> None:
     if mxnet_import.Finder not in sys.meta_path:
         sys.meta_path.insert(0, mxnet_import.Finder)
     if not is_off():
+        if "mxnet" in sys.modules:
+            logger.warning(
+                "gluon_mgpu: got mxnet imported before it; expected import gluon_mgpu above import mxnet. Its settings of "
+                "memory, threads and CUDA's libraries may have no effect. Swap the imports."
+            )
         missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
         os.environ.update(missing)
         set_here.update(missing)

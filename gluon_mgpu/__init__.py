@@ -4,7 +4,7 @@ The public names, by task:
 
 devices            use_devices, try_gpu, try_all_gpus
 train by epochs    Trainer, fit, seed_everything, broadcast_parameters; callbacks: Progress, Checkpoint, EarlyStopping,
-                   TensorBoard, WeightAverage, Finetune, Callback
+                   TensorBoard, WeightAverage, Finetune, ReduceLROnPlateau, Callback
 your own loop      split_batch, split_and_load, gather, prefetch, copyto, backward, train_batch, eval_batch, compile_step,
                    LocalSGD, replica_difference; as in GluonCV: DataParallelModel, DataParallelCriterion
 evaluate, predict  evaluate, evaluate_accuracy_gpus, accuracy, top_k_accuracy, predict

@@ -30,6 +30,7 @@ from .exporters.export import export as export
 from .loop.callbacks import Callback as Callback
 from .loop.callbacks import EarlyStopping as EarlyStopping
 from .loop.callbacks import Progress as Progress
+from .loop.callbacks import ReduceLROnPlateau as ReduceLROnPlateau
 from .loop.evaluate import eval_batch as eval_batch
 from .loop.evaluate import evaluate as evaluate
 from .loop.evaluate import evaluate_accuracy_gpus as evaluate_accuracy_gpus

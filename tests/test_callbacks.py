@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -134,7 +135,7 @@ def test_history_is_saved_after_each_epoch_and_at_the_end(tmp_path):
 
 def test_progress_is_lines_where_there_is_no_terminal(capsys):
     history = train([mgpu.Progress("images")], epochs=2, test_iter=make_batches(1))
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()[2:]
     assert len(lines) == 2
     for line, row in zip(lines, history.rows):
         assert line == (
@@ -149,9 +150,8 @@ def test_progress_tells_of_a_long_epoch(capsys, monkeypatch):
     monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_BATCHES", 1)
     train([mgpu.Progress(every_s=0)], epochs=2, num_batches=2)
     lines = capsys.readouterr().out.splitlines()
-    begin = [line.split("  accuracy")[0] for line in lines if "  batch " in line][:2]
-    assert begin == ["epoch 1/2  batch 1/2", "epoch 1/2  batch 2/2"]
-    assert all(line.endswith(" left") for line in lines if "  batch " in line)
+    found = [re.match(r"(epoch 1/2  batch ./2)  \d+ examples/s  \d+:\d\d left  accuracy ", line) for line in lines]
+    assert [one.group(1) for one in filter(None, found)][:2] == ["epoch 1/2  batch 1/2", "epoch 1/2  batch 2/2"]
     assert sum("evaluates batch 1" in line for line in lines) == 4
     monkeypatch.setattr(sys, "stdout", None)  # which a shell's >&- leaves
     train([mgpu.Progress(every_s=0)], epochs=1, num_batches=2)
@@ -159,7 +159,7 @@ def test_progress_tells_of_a_long_epoch(capsys, monkeypatch):
 
 def test_fit_shows_progress_unless_told_otherwise(capsys):
     train(None, epochs=1)
-    assert capsys.readouterr().out.startswith("epoch 1/1  train accuracy ")
+    assert "\nepoch 1/1  train accuracy " in capsys.readouterr().out
     train([], epochs=1)
     assert capsys.readouterr().out == ""
 
@@ -169,7 +169,7 @@ def test_progress_is_written_to_an_object_that_can_only_write(monkeypatch):
     written = []
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append, flush=bool))
     train(None, epochs=1)
-    assert "".join(written).startswith("epoch 1/1  train accuracy ")
+    assert "\nepoch 1/1  train accuracy " in "".join(written)
 
 
 def test_progress_is_a_line_that_changes_on_a_terminal(capsys, monkeypatch):
@@ -177,11 +177,11 @@ def test_progress_is_a_line_that_changes_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     history = train([mgpu.Progress("images")], epochs=2, test_iter=make_batches(1))
     *lines, last = capsys.readouterr().out.split("\n")
-    assert len(lines) == 2 and last == ""
-    for row, line in zip(history.rows, lines):
+    assert len(lines) == 4 and last == ""
+    for row, line in zip(history.rows, lines[2:]):
         running, evaluating, finished = line.split("\r\x1b[K")
         assert evaluating.startswith(f"epoch {row['epoch']}/2  evaluates batch 1  accuracy ")
-        assert len(running) < 60 and running.startswith(f"epoch {row['epoch']}/2  batch 1/1  accuracy ")
+        assert len(running) < 60 and running.startswith(f"epoch {row['epoch']}/2  batch 1/1  ")
         assert finished.startswith(f"epoch {row['epoch']}/2  train accuracy {100 * row['train_accuracy']:.2f} %")
         assert finished.endswith(f"  {row['examples_per_s']:.0f} images/s  {row['seconds']:.1f} s")
 
@@ -464,3 +464,50 @@ def test_weights_that_are_nan_replace_no_checkpoint(tmp_path):
         mgpu.fit(net, gluon.loss.L2Loss(), mgpu.Trainer(net, "sgd"), data, epochs=1, callbacks=callbacks)
     mgpu.load_checkpoint(net, tmp_path / "last")
     assert np.isfinite(net.weight.data().asnumpy().item())
+
+
+# Learning rate
+
+
+@pytest.mark.parametrize("stops", [[8], [4, 8]], ids=["at once", "resumed"])
+def test_the_learning_rate_falls_on_a_plateau(tmp_path, stops):
+    """After two epochs without improvement; a resumed run counts on."""
+    losses = Scripted("train_loss", [3.0, 2.0, 2.0, 2.5, 2.0, 2.0, 1.0, 1.0])
+    for epochs in stops:
+        net = make_net([mx.cpu(0), mx.cpu(1)])
+        trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+        falls = mgpu.ReduceLROnPlateau("train_loss", 0.5, 1, min_lr=0.04)
+        callbacks = [losses, falls, mgpu.Checkpoint(tmp_path / "run", monitor=None)]
+        history = mgpu.fit(net, LOSS, trainer, make_batches(), epochs=epochs, callbacks=callbacks, resume="auto")
+    assert history.column("learning_rate") == [0.1, 0.1, 0.1, 0.1, 0.05, 0.05, 0.04, 0.04]
+
+
+def test_a_schedule_and_a_plateau_exclude_each_other():
+    net = make_net([mx.cpu(0)])
+    trainer = mgpu.Trainer(net, "sgd", {"lr_scheduler": mx.lr_scheduler.FactorScheduler(10, base_lr=0.1)})
+    with pytest.raises(TrainerError, match="ReduceLROnPlateau: got a trainer with an lr_scheduler"):
+        mgpu.fit(net, LOSS, trainer, make_batches(), epochs=1, callbacks=[mgpu.ReduceLROnPlateau("train_loss")])
+    with pytest.raises(TrainerError, match="got factor=1.5; expected one between 0 and 1"):
+        mgpu.ReduceLROnPlateau(factor=1.5)
+
+
+# What is printed
+
+
+def test_progress_says_what_trains_and_fits_a_narrow_terminal(capsys, monkeypatch):
+    train([mgpu.Progress()], epochs=1, num_batches=3)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("6 parameters  ") and shown[0].endswith(" KiB per device  on cpu(0), cpu(1)")
+    assert shown[1] == "batch of 4  2 per device  3 steps per epoch"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "55")
+    progress = mgpu.Progress()
+    progress._is_line_open = False
+    progress._show("epoch 1/2", "batch 3/9", "100 examples/s", "0:10 left", "accuracy 99.71 %", "loss 0.0152")
+    assert capsys.readouterr().out == "epoch 1/2  batch 3/9  100 examples/s  0:10 left"
+
+
+def test_a_history_is_printed_as_a_table():
+    history = mgpu.loop.History([{"epoch": 1, "train_loss": 0.5, "test_bleu": 12.345}, {"epoch": 2, "train_loss": 0.25}])
+    assert str(history) == "epoch  train loss  test BLEU\n    1         0.5      12.35\n    2        0.25           "
+    assert history.plot().axes[0].get_ylabel() == "loss"

@@ -152,6 +152,7 @@ def test_the_schedule_is_drawn_with_the_trace(images, tmp_path, monkeypatch):
     [
         (["--devices", "cpu*3", "--stages", "2"], "got 2 stages for --devices of 3; expected a multiple of 2 devices", 2),
         (["--micro-batches", "4"], "got --micro-batches without --stages; expected both", 2),
+        (["--trace", "run.json"], "got --trace with 4 steps; expected more than 11", 2),
         ([*STAGES, "--bn", "sync"], "as a stage sees one micro-batch at a time", 1),
     ],
 )

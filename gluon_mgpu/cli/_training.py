@@ -80,6 +80,12 @@ def run_fit(*arguments: Any, options: SimpleNamespace, **more: Any) -> History:
     return history
 
 
+def in_processes() -> str:
+    """Return the number of processes that train together, for a line that names their devices; nothing for a single one."""
+    number = this_process().num_processes
+    return f" in each of {number} processes" if number > 1 else ""
+
+
 def is_divided(options: Any) -> bool:
     """Return whether the options divide the network over devices."""
     return options.stages is not None or options.parallel not in (None, "data")

@@ -75,5 +75,4 @@ def predict_resnet18(
         for number, (chosen, label) in enumerate(zip(found, images.test_labels)):
             writer.writerow([number, chosen, f"{odds[number, chosen]:.4f}", int(label)])
     right = int((found == images.test_labels).sum())
-    told = f"{right} of {len(found)} classes as labelled, {right / len(found):.4f}"
-    print(f"saved {output}: {told}; with {folder} on {', '.join(map(str, ctx))}")
+    print(f"saved {output}: {right} of {len(found)} right, {right / len(found):.2%}; with {folder} on {', '.join(map(str, ctx))}")

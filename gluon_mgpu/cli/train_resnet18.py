@@ -8,6 +8,8 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any, Callable, List, Optional, Sequence
 
+import click
+
 from ..checkpoint.resume import num_batches_of
 from ..data import ArrayLoader, ImageData, load_digits, load_fashion_mnist, load_idx_folder, load_mnist
 from ..data_parallel.sharding import plan_shards, split_batch
@@ -21,7 +23,7 @@ from ..plots import plot_schedule, plot_trace, save
 from ..runtime.loaded import mxnet as mx
 from ..runtime.units import format_column
 from ._output import print_once
-from ._training import create_trainer, is_divided, prepare_network, prepared_devices, run_fit
+from ._training import create_trainer, in_processes, is_divided, prepare_network, prepared_devices, run_fit
 
 
 def train(options: SimpleNamespace) -> None:
@@ -45,7 +47,7 @@ def train_network(make: Callable[[List[mx.Context]], Sequence[Any]], options: Si
     with prepared_devices(options) as ctx:
         net, loss, train_iter, test_iter = make(ctx)
         names = ", ".join(map(str, ctx))
-        print_once(f"{title}, on {names}")
+        print_once(f"{title}, on {names}{in_processes()}")
         if isinstance(net, mx.gluon.HybridBlock):
             net.hybridize(static_alloc=True, static_shape=True)
         net = prepare_network(net, ctx, options, train_iter)
@@ -53,6 +55,12 @@ def train_network(make: Callable[[List[mx.Context]], Sequence[Any]], options: Si
         steps_per_epoch = limits.num_batches(num_batches_of(train_iter))
         most = steps_per_epoch * options.epochs or options.max_steps or 0
         steps = min(most, options.max_steps or most)
+        least = Trace("trace.json").warm_up + 1
+        if options.trace is not None and options.resume is None and 0 < steps <= least:
+            raise click.UsageError(
+                f"got --trace with {steps} steps; expected more than {least}, as it records the steps from {least} on. Raise "
+                "--epochs or --limit-batches."
+            )
         warmup_steps = steps_per_epoch if steps > steps_per_epoch else 0
         trainer = create_trainer(net, options.optimizer, options, steps=steps, warmup_steps=warmup_steps)
         trace = None if options.trace is None else Trace(options.trace)

@@ -33,7 +33,7 @@ from ..models.seq2seq.translator import BEAM_SIZE, Translator, load_translator
 from ..runtime.loaded import mxnet as mx
 from ..runtime.units import format_column
 from ._output import print_once, showing
-from ._training import create_trainer, num_replicas, prepare_network, prepared_devices, run_fit
+from ._training import create_trainer, in_processes, num_replicas, prepare_network, prepared_devices, run_fit
 
 Encoded = Tuple[List[List[int]], List[List[int]]]  # source and target sentences
 
@@ -75,7 +75,7 @@ def train(options: SimpleNamespace) -> None:
         print_once(f"{corpus.name}: {sizes}")
         network = {**_NETWORK[bool(options.data)], **{name: getattr(options, name) for name in _OF_NETWORK}}
         translator = Translator(*vocabularies, **network)
-        print_once(f"vocabularies of {' and '.join(str(len(one)) for one in vocabularies)} tokens, on {names}")
+        print_once(f"vocabularies of {' and '.join(str(len(one)) for one in vocabularies)} tokens, on {names}{in_processes()}")
         print_once(f"{options.hidden_size} units, dropout {options.dropout:g}")
         history = _train(translator, corpus, ctx, options)
         best = load_translator(options.output / "best", ctx)

@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Dict, List, Optional, Tuple, Union
+from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 from mxnet import gluon
 
@@ -52,6 +52,8 @@ class FitState:
         Whether there is a test set.
     batches, step : int
         Batches trained on in this epoch, and since the run began.
+    batch_size : int
+        Examples of the latest batch, over all devices; of this process alone with `sharded_data`.
     pending : int
         Batches since the last update; see `accumulate_grad_batches`.
     resumed : CheckpointData, optional
@@ -72,6 +74,7 @@ class FitState:
     tests: bool = False
     batches: int = 0
     step: int = 0
+    batch_size: int = 0
     pending: int = 0
     resumed: Optional[CheckpointData] = None
     where: Callable[[], Tuple[ProgressRecord, Dict[str, Array]]] = lambda: ({}, {})
@@ -121,6 +124,8 @@ class Callback:
 class Progress(Callback):
     """Shows loss, metrics, examples per second and time left: a line that changes on a terminal, new lines elsewhere.
 
+    After the first batch it prints the number of parameters, the bytes and examples of each device, and the steps of an epoch.
+
     Parameters
     ----------
     unit : str
@@ -137,11 +142,14 @@ class Progress(Callback):
     def on_fit_begin(self, state: FitState) -> None:
         self._began = self._printed = time.perf_counter()
         self._done_before = len(state.history.rows) + (state.batches / state.num_batches if state.num_batches else 0.0)
-        self._is_line_open = False
+        self._is_line_open = self._has_summary = False
         if state.resumed is not None:
             self._print(f"resumes from {state.resumed.folder}, after step {state.step}")
 
     def on_batch_end(self, state: FitState) -> None:
+        if not self._has_summary:  # now shapes and states are known
+            self._has_summary = True
+            self._print(_summary(state))
         found = state.history.evaluations[-1:]
         if found and found[0]["step"] == state.step:
             self._print("  ".join([f"step {state.step}", *_columns(found[0], "test_")]))
@@ -149,7 +157,7 @@ class Progress(Callback):
     def on_report(self, state: FitState, progress: EpochProgress) -> None:
         batch = f"batch {progress.num_batches}/{state.num_batches or '?'}"
         speed = [f"{progress.examples_per_s:.0f} {self._unit}/s", *self._left(state, progress)]
-        self._show(f"epoch {state.epoch}/{state.epochs}", batch, *_columns(progress.means, ""), *speed)
+        self._show(f"epoch {state.epoch}/{state.epochs}", batch, *speed, *_columns(progress.means, ""))
 
     def on_test_report(self, state: FitState, progress: EpochProgress) -> None:
         batch = f"evaluates batch {progress.num_batches}"
@@ -173,10 +181,13 @@ class Progress(Callback):
         return [f"{_clock(seconds)} left"]
 
     def _show(self, *columns: str) -> None:
-        """Print a line that changes on a terminal, otherwise one every few seconds."""
+        """Print a line that changes on a terminal, without the last columns if it is narrow, otherwise one every few seconds."""
         line = "  ".join(columns)
         if getattr(sys.stdout, "isatty", bool)():  # which an object that copies the output to a file may lack
-            self._print(line[: shutil.get_terminal_size().columns - 1], end="")
+            width, shown = shutil.get_terminal_size().columns - 1, list(columns)
+            while len(shown) > 1 and len("  ".join(shown)) > width:
+                shown.pop()
+            self._print("  ".join(shown)[:width], end="")
         elif time.perf_counter() - self._printed > self._every_s:
             self._print(line)
 
@@ -248,6 +259,62 @@ class EarlyStopping(Callback):
             state.stop = f"{best.monitor} was best ({best.value:.4g}) in epoch {best.epoch}"
 
 
+class ReduceLROnPlateau(Callback):
+    """Multiplies the learning rate by `factor` when a metric has not improved for some epochs.
+
+    Place it before `Checkpoint`. A resumed run counts on from its history. The trainer must have no `lr_scheduler`.
+
+    Parameters
+    ----------
+    monitor : str
+        A column of the history: `test_loss`, `test_accuracy`.
+    factor : float
+        Above 0 and below 1.
+    patience : int
+        Number of epochs without improvement that are allowed, since the best one or the latest reduction.
+    min_lr : float
+        The learning rate does not fall below it.
+    min_delta, mode
+        As for `EarlyStopping`.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "test_loss",
+        factor: float = 0.1,
+        patience: int = 3,
+        *,
+        min_lr: float = 0.0,
+        min_delta: float = 0.0,
+        mode: Optional[str] = None,
+    ) -> None:
+        self._factor = real_number("ReduceLROnPlateau", "factor", factor, advice="0.1 is usual.")
+        if not 0 < factor < 1:
+            raise TrainerError(f"ReduceLROnPlateau: got factor={factor}; expected one between 0 and 1. 0.1 is usual.")
+        self._patience = real_number("ReduceLROnPlateau", "patience", patience, advice="3 epochs are usual.")
+        self._min_lr = real_number("ReduceLROnPlateau", "min_lr", min_lr, advice="0 is usual.")
+        real_number("ReduceLROnPlateau", "min_delta", min_delta, advice="0 is usual.")
+        self._best = Best(monitor, mode, min_delta)
+
+    def on_fit_begin(self, state: FitState) -> None:
+        if state.trainer.optimizer.lr_scheduler is not None:
+            raise TrainerError(
+                "ReduceLROnPlateau: got a trainer with an lr_scheduler, which sets the rate at each step; expected one without. "
+                "Leave the lr_scheduler out, or this callback."
+            )
+        self._best.begin(state)
+
+    def on_epoch_end(self, state: FitState) -> None:
+        rates = state.history.column("learning_rate")
+        if not self._best.improves(state) and len(rates) - max(self._best.epoch, _last_change(rates)) > self._patience:
+            state.trainer.set_learning_rate(max(self._min_lr, rates[-1] * self._factor))
+
+
+def _last_change(rates: Sequence[float]) -> int:
+    """Return after which epoch the learning rate changed last; 0 if it has not."""
+    return max((number for number in range(1, len(rates)) if rates[number] != rates[number - 1]), default=0)
+
+
 class Best:
     """The best value of one column so far, and the epoch that gave it."""
 
@@ -307,6 +374,22 @@ class Best:
         if better:
             self.value, self.epoch = float(value), epoch
         return better
+
+
+def _summary(state: FitState) -> str:
+    """Return two lines: the network on its devices, and the batches."""
+    trainer, processes = state.trainer, this_process().num_processes
+    held = trainer.bytes_per_device()
+    largest = max(sum(parts.values()) for parts in held.values()) / 2**10
+    size = f"{largest:.3g} KiB" if largest < 1000 else f"{largest / 2**10:,.3g} MiB"
+    params = [param for param in state.net.collect_params().values() if param.shape]
+    shards = len(trainer.contexts) * (1 if trainer.sharded_data else processes)
+    steps = f"  {state.num_batches} step{'s' * (state.num_batches > 1)} per epoch" if state.num_batches else ""
+    job = f" in each of {processes} processes" if processes > 1 else ""
+    return (
+        f"{sum(math.prod(param.shape) for param in params):,} parameters  {size} per device  "
+        f"on {', '.join(held)}{job}\nbatch of {state.batch_size}  {state.batch_size / shards:.3g} per device{steps}"
+    )
 
 
 def _columns(row: Row, *beginnings: str) -> List[str]:

@@ -243,6 +243,7 @@ class Run:
         state.pending = state.batches % self.batches_per_update
         with trainer.accumulate() if state.pending else nullcontext():
             batch = self.train(X, y)
+        state.batch_size = batch.num_examples
         self._add_norm()
         return batch
 

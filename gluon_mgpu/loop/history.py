@@ -7,17 +7,19 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import List, Union
+from typing import Any, List, Union
 
 from ..checkpoint.replace_folder import explained
 from ..checkpoint.resume import Row
+from ..checks import is_number
 from ..plots import plot_history, save
 from ..runtime.new_files import new_file
+from ..runtime.units import column_title
 
 
 @dataclass
 class History:
-    """The results of each epoch.
+    """The results of each epoch; `print` shows them as a table.
 
     Attributes
     ----------
@@ -34,6 +36,20 @@ class History:
     rows: List[Row] = field(default_factory=list)
     stopped: str = ""
     evaluations: List[Row] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """Return a table with one row per epoch."""
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        cells = [[column_title(name) for name in names]]
+        cells += [
+            [f"{row[name]:.4g}" if is_number(row.get(name)) else str(row.get(name, "")) for name in names] for row in self.rows
+        ]
+        widths = [max(map(len, column)) for column in zip(*cells)]
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells)
+
+    def plot(self) -> Any:
+        """Return the matplotlib figure of its curves, which a notebook shows: see `plots.plot_history`."""
+        return plot_history(self.rows)
 
     def column(self, name: str) -> List[float]:
         """Return one value per epoch, NaN for an epoch without one."""
@@ -58,4 +74,4 @@ class History:
             content = {"stopped": self.stopped, "epochs": self.rows, "evaluations": self.evaluations}
             with new_file(folder / "history.json", follow=False) as path:
                 path.write_text(json.dumps(content, indent=1, default=float), encoding="utf-8")
-            save(plot_history(self.rows), folder / "curves.png")
+            save(self.plot(), folder / "curves.png")

@@ -18,7 +18,7 @@ from ...data_parallel.sharding import plan_shards
 from ...errors import TrainerError
 from ...nested import Array
 from ...plots import figure
-from ...runtime.environment import require
+from ...runtime.environment import logger, require
 from ...trainer.parameters import devices_of
 from .. import Seq2Seq
 
@@ -26,7 +26,9 @@ Sentence = Sequence[int]
 
 LENGTH_FACTOR, EXTRA_TOKENS = 2, 10  # a translation is at most twice as long as its source, and these
 MAX_REPEATS = 2  # of the same tokens in a row
+# Matplotlib reads one name from the collection of fonts-noto-cjk, that of the Japanese font, which has Hangul too.
 _KOREAN_FONTS = ("NanumGothic", "Noto Sans CJK KR", "Noto Sans KR", "Malgun Gothic", "AppleGothic", "UnDotum", "Baekmuk Gulim")
+_FONTS = (*_KOREAN_FONTS, "Noto Sans CJK JP")
 
 
 @dataclass(frozen=True)
@@ -377,7 +379,9 @@ def plot_attention(weights: np.ndarray, source: Sequence[str], target: Sequence[
     made = figure(max(4.0, 2.5 + 0.4 * len(source)), max(2.5, 1.2 + 0.3 * len(target)))
     axes = made.subplots()
     installed = {entry.name for entry in require("matplotlib.font_manager", "train", "plot").fontManager.ttflist}
-    family = ["sans-serif", *(name for name in _KOREAN_FONTS if name in installed)]
+    family = ["sans-serif", *(name for name in _FONTS if name in installed)]
+    if len(family) == 1 and any("\uac00" <= letter <= "\ud7a3" for token in (*source, *target) for letter in token):
+        logger.warning("plot_attention: got Hangul and no font that has it; expected one. Install fonts-nanum or fonts-noto-cjk.")
     made.colorbar(axes.imshow(weights, cmap="Blues", vmin=0, vmax=1, aspect="auto"), ax=axes, label="weight")
     axes.set_xticks(range(len(source)))
     axes.set_xticklabels(list(source), family=family)

@@ -81,7 +81,7 @@ def test_the_figures_are_those_of_the_results_and_the_picture_is_small():
         figures.append(
             re.findall(r"\b\d+\.\d+\b", " ".join(re.findall(r"^\| .* \| (.*) \| (?:`python|the same|위와)", text, re.MULTILINE)))
         )
-    assert figures[0] == figures[1] and len(figures[0]) == 8 and set(figures[0]) <= set(results)
+    assert figures[0] == figures[1] and len(figures[0]) == 9 and set(figures[0]) <= set(results)
 
 
 @pytest.mark.parametrize("name", READMES)

@@ -69,6 +69,17 @@ def hide_internal(app: Any, what: str, name: str, obj: Any, skip: bool, options:
     return True if member in INTERNAL.get(kind, "").split() or (member.startswith("on_") and kind != "Callback") else None
 
 
+# The theme's own words on Korean pages.
+KOREAN = {
+    "Search": "검색",
+    "On this page": "이 페이지에서",
+    "Next": "다음",
+    "Previous": "이전",
+    "Home": "처음",
+    "View this page": "원본 보기",
+}
+
+
 class Substrings(SearchEnglish):
     """Indexes each part of a Korean word as well: a particle or an ending may follow what a reader looks for."""
 
@@ -87,6 +98,8 @@ def speak_its_language(app: Any, pagename: str, templatename: str, context: Dict
     """Give a page the sidebar of its language, and a link to the same page in the other one."""
     korean = is_korean(pagename)
     context["language"] = "ko" if korean else "en"
+    if korean:
+        context["_"] = lambda text: KOREAN.get(text, text)
     other = (
         pagename.replace("/ko/", "/").replace(".ko", "") if korean else re.sub(r"^(docs|notebooks)/", r"\1/ko/", f"{pagename}")
     )

@@ -63,7 +63,7 @@ def uploads(contexts: Sequence[mx.Context], scale: float) -> Dict[str, float]:
 def large_sum(contexts: Sequence[mx.Context], scale: float) -> Dict[str, float]:
     """Return the time of the sum over the devices of a parameter of 98 MB, an embedding of 32,000 words."""
     net, trainer = embedding(contexts, int(32000 * scale))
-    slabs = trainer.gradients.current_slabs()
+    slabs = trainer.steps.layout.slabs
     total = make_sum("device")
     return {"bytes": net.weight.data(contexts[0]).size * 4, "sum": seconds(lambda: total.run(slabs))}
 
@@ -81,7 +81,7 @@ def dropout(contexts: Sequence[mx.Context], scale: float) -> Dict[str, bool]:
     for name in ("Gluon", "gluon_mgpu"):
         layer = nn.Dropout(0.5)
         if name == "gluon_mgpu":
-            seed_dropout(layer)
+            seed_dropout(contexts, layer)
         masks = []
         for _ in range(2):
             mx.random.seed(1)

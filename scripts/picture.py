@@ -50,7 +50,7 @@ def train(num_devices: int, kind: str, *, stop: Optional[int] = None, folder: st
         else:
             trainer = mgpu.Trainer(net, "sgd", options, virtual_shards=4 if kind == "virtual" else None)
         if folder and stop is None:
-            mgpu.load_checkpoint(folder, net, trainer)
+            mgpu.load_checkpoint(net, folder, trainer)
         for number, (X, y) in enumerate(pair for _ in range(EPOCHS) for pair in data):
             if folder and (number >= stop if stop is not None else number < STOP):
                 continue
@@ -58,7 +58,7 @@ def train(num_devices: int, kind: str, *, stop: Optional[int] = None, folder: st
             means.append(float(sum(one.sum().asscalar() for one in losses)) / len(X))
             weights.append(np.concatenate([param.data(ctx[0]).asnumpy().ravel() for param in net.collect_params().values()]))
         if stop is not None:
-            mgpu.save_checkpoint(folder, net, trainer)
+            mgpu.save_checkpoint(net, folder, trainer)
     return means, weights
 
 

@@ -383,7 +383,7 @@ def _summary(state: FitState) -> str:
     largest = max(sum(parts.values()) for parts in held.values()) / 2**10
     size = f"{largest:.3g} KiB" if largest < 1000 else f"{largest / 2**10:,.3g} MiB"
     params = [param for param in state.net.collect_params().values() if param.shape]
-    shards = len(trainer.contexts) * (1 if trainer.sharded_data else processes)
+    shards = len(trainer.contexts) * (1 if trainer.steps.sharded_data else processes)
     steps = f"  {state.num_batches} step{'s' * (state.num_batches > 1)} per epoch" if state.num_batches else ""
     job = f" in each of {processes} processes" if processes > 1 else ""
     return (

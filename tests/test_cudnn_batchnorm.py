@@ -15,6 +15,7 @@ from mxnet.gluon.model_zoo import vision
 from .conftest import ready
 
 LOSS = gluon.loss.L2Loss()
+pytestmark = pytest.mark.mxnet1("legacy arrays")
 
 
 @pytest.fixture(params=["cpu", "cudnn"])

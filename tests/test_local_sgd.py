@@ -198,10 +198,11 @@ def test_a_new_trainer_begins_with_equal_devices(kind):
 def test_devices_that_train_apart_under_another_trainer_are_not_read():
     net = known(CTX[:2])
     apart = LocalSGD(net, "sgd", {"learning_rate": 0.1}, every=100)
-    mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
+    other = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
     train(net, apart, small_batches([8, 8]))
     assert mgpu.replica_difference(net) > 0
     with pytest.raises(ReplicaError, match="average_replicas"):
         mgpu.evaluate(net, small_batches([4]))
     apart.average_replicas()
     mgpu.evaluate(net, small_batches([4]))
+    assert other.params == apart.params

@@ -18,6 +18,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn, rnn
 
 LOSS = gluon.loss.L2Loss()
+pytestmark = pytest.mark.mxnet1("legacy arrays")
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from .versions import is_mxnet2
 values_of = attrgetter("_data")
 gradients_of = attrgetter("_grad")
 contexts_of = attrgetter("_device_list" if is_mxnet2() else "_ctx_list")
-grad_req_of = attrgetter("_grad_req")
 # Whether backward passes may give it a gradient: false of running statistics, true of frozen weights
 is_differentiable = attrgetter("_differentiable")
 # Whether the first batch decides its shape: it was initialised, and has no values

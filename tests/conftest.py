@@ -1,10 +1,13 @@
 """Fixtures: a seed, lists of CPU contexts, legacy and np arrays; and what several test files compare with."""
 
 import gc
+import math
 import os
 import random
 import re
 import signal
+import sys
+import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # CPU contexts of all numbers run in one process here
 
@@ -12,6 +15,7 @@ import gluon_mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.distributed.process import Process
 from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from gluon_mgpu.trainer.precision import can_compute_bf16
 from hypothesis import HealthCheck, settings
@@ -167,8 +171,68 @@ def arrays(request):
 @pytest.fixture
 def without_pictures(monkeypatch):
     """A history is saved without `curves.png`, which takes longer to draw than a small network to train."""
-    monkeypatch.setattr("gluon_mgpu.loop.history.plot_history", lambda rows: None)
-    monkeypatch.setattr("gluon_mgpu.loop.history.save", lambda figure, path: path.write_bytes(b""))
+    for name, stand_in in {"plot_history": lambda rows: None, "save": lambda figure, path: path.write_bytes(b"")}.items():
+        monkeypatch.setattr(f"gluon_mgpu.loop.history.{name}", stand_in)
+
+
+@pytest.fixture
+def calls_to(monkeypatch):
+    """A function that lists the later calls of an owner's functions, which still run: their names, or what `note` returns."""
+
+    def watch(owner, *names, note=lambda name, *args, **options: name):
+        found = []
+
+        def noting(name, function):
+            def noted(*args, **options):
+                found.append(note(name, *args, **options))
+                return function(*args, **options)
+
+            return noted
+
+        for name in names:
+            monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
+        return found
+
+    return watch
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets: `clock[0]`, in seconds."""
+    now = [1000.0]
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def report_every(monkeypatch):
+    """A function that sets after how many batches or seconds a pass reports."""
+
+    def use(batches=256, seconds=math.inf):
+        for name, value in {"BATCHES": batches, "S": seconds}.items():
+            monkeypatch.setattr(f"gluon_mgpu.loop.batch_loop.REPORT_{name}", value)
+
+    return use
+
+
+@pytest.fixture
+def become(monkeypatch):
+    """A function that makes this process one of a job, whose processes a stand-in answers for (None: none is asked)."""
+
+    def join(processes=None, rank=0, num_processes=2, restart=0):
+        for name, value in Process(rank, num_processes, rank, num_processes, 0, 1, restart).variables().items():
+            monkeypatch.setenv(name, value)
+        for name, value in {"_group": processes, "_place": (rank, num_processes)}.items():
+            monkeypatch.setattr(f"gluon_mgpu.distributed.membership.{name}", lambda value=value: value)
+
+    return join
+
+
+@pytest.fixture
+def without_sacrebleu(monkeypatch):
+    """As with the extra `train` alone."""
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
 
 
 def initialized(net, ctx=None, init=None, hybridize=None):
@@ -223,6 +287,11 @@ def largest_difference(left, right):
 def as_array(values, ctx=None, dtype=None):
     """NumPy numbers as an array of the kind that is used now."""
     return (mx.np.array if mx.util.is_np_array() else mx.nd.array)(values, ctx=ctx, dtype=dtype or values.dtype)
+
+
+def states_of(trainer):
+    """The optimizer's states on each device, by parameter number; of a Gluon trainer as well."""
+    return [updater.states for updater in trainer._updaters]
 
 
 def train(net, trainer, batches, **options):

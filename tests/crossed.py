@@ -14,6 +14,8 @@ from pathlib import Path
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
+from gluon_mgpu.mxnet_internals.blocks import children
+from gluon_mgpu.mxnet_internals.parameters import gradients_of
 from gluon_mgpu.refusals import JOINING
 from mxnet import autograd
 from mxnet.gluon import nn
@@ -117,7 +119,7 @@ class Ours(World):
         """Return a pipeline of the network."""
         program = self.program
         if program.own_stages:  # two devices take turns
-            stages = [Fork(net), Join(net), net.d] if program.net == "skip" else list(net._children.values())
+            stages = [Fork(net), Join(net), net.d] if program.net == "skip" else children(net)
             places = [i % 2 for i in range(len(stages))]
         else:
             sample = load(np.zeros((2, 5), "float32"), mx.cpu(0))
@@ -227,7 +229,7 @@ class Ours(World):
     def zero(self):
         """Set the gradients to 0."""
         for param in self.trained(self.net).values():
-            for gradient in param.list_grad() if param._grad else ():
+            for gradient in param.list_grad() if gradients_of(param) else ():
                 gradient[:] = 0
 
     def norm(self, bn):

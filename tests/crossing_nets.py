@@ -2,6 +2,7 @@
 
 import mxnet as mx
 import numpy as np
+from gluon_mgpu.mxnet_internals.blocks import children
 from mxnet import gluon, init
 from mxnet.gluon import nn
 
@@ -122,7 +123,7 @@ def shortened(net, num_layers):
     if not num_layers:
         return net
     part = nn.HybridSequential(prefix="")
-    part.add(*list(net._children.values())[:-num_layers])
+    part.add(*children(net)[:-num_layers])
     return part
 
 

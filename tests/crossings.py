@@ -5,8 +5,10 @@ from typing import Any, Optional, Tuple
 
 import mxnet as mx
 import numpy as np
+from gluon_mgpu.mxnet_internals.parameters import is_fresh
 from mxnet import autograd, gluon
 
+from .conftest import states_of
 from .crossing_nets import MOMENTUM, load, make_generator, make_net, shortened
 
 OPTIMIZERS = {  # a large epsilon, so that rounding does not grow where gradients are near 0
@@ -227,7 +229,7 @@ class Plain(World):
             loss.backward()
         for owner, sums in ((net, self.sums[at]), (generator, self.generator_sums)):
             for name, param in {} if owner is None else self.trained(owner).items():
-                if param.data()._fresh_grad:
+                if is_fresh(param.data()):
                     sums[name] = sums.get(name, 0) + param.grad().asnumpy().astype("float64")
                     param.data()._fresh_grad = False
 
@@ -288,7 +290,7 @@ class Plain(World):
             return
         params = [list(net.collect_params().values()) for net in self.nets]
         groups = [[param.data() for param in own] for own in zip(*params)]
-        states = [trainer._updaters[0].states for trainer in self.trainers]
+        states = [states_of(trainer)[0] for trainer in self.trainers]
         groups += [[one[i] for one in states] for i in states[0] if states[0][i] is not None]
         for group in groups:
             mean = np.mean([array.asnumpy().astype("float64") for array in group], axis=0)

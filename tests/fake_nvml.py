@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Dict, List, Optional, Set, Tuple
 
+from gluon_mgpu.devices import mxnet_gpus
+
 CODES = {
     "NotSupported": (3, "Not Supported"),
     "NoPermission": (4, "Insufficient Permissions"),
@@ -79,6 +81,13 @@ def install(monkeypatch, gpus=(), *, missing=False, **about):
     module = None if missing else FakeNvml(gpus, **about)
     monkeypatch.setitem(sys.modules, "pynvml", module)
     return module
+
+
+def let_mxnet_see(monkeypatch, number, why_not=""):
+    """Let MXNet see GPUs: it makes contexts, and nothing runs on them. `why_not` (of all, or by number): why they cannot run."""
+    reasons = why_not if isinstance(why_not, dict) else dict.fromkeys(range(number), why_not)
+    for name, stand_in in {"num_gpus": lambda: number, "why_not": lambda i: reasons.get(i, "")}.items():
+        monkeypatch.setattr(mxnet_gpus, name, stand_in)
 
 
 class FakeNvml(types.ModuleType):

@@ -114,10 +114,8 @@ def test_it_is_one_batch_of_all_examples(loop, hybridize, devices, arrays):
     assert {param.grad_req for param in net.collect_params().values()} == {"write"}
 
 
-def test_gradients_are_reduced_once(monkeypatch):
-    sums = []
-    reduce = DeviceSum.run
-    monkeypatch.setattr(DeviceSum, "run", lambda self, slabs: (sums.append(1), reduce(self, slabs)))
+def test_gradients_are_reduced_once(calls_to):
+    sums = calls_to(DeviceSum, "run")
     net = known(small_net(CTX), CTX)
     trainer = mgpu.Trainer(net, *MOMENTUM)
     (group,), _ = grouped([[3, 3, 3]])

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 from gluon_mgpu.cli.main import main
 from gluon_mgpu.data import ImageData, load_digits
-from gluon_mgpu.data_parallel.step import train_batch
-from gluon_mgpu.tuning import agreement
+
+from .test_agreement import step_by, stepping  # noqa: F401  a fixture
 
 QUICK = ["--steps", "12", "--batch-size", "16"]
 
@@ -35,15 +35,8 @@ def test_it_agrees(tmp_path):
     assert np.abs(np.subtract(found["losses"]["ours"], found["losses"]["reference"])).max() <= 1e-5
 
 
-def test_a_trainer_with_a_bug_ends_it_with_1(tmp_path, monkeypatch):
-    def step(net, loss, trainer, X, y):
-        trainer.step, right = (lambda num_examples, *rest: right(16, *rest)), trainer.step  # the nominal batch size
-        try:
-            return train_batch(net, loss, trainer, X, y)
-        finally:
-            trainer.step = right
-
-    monkeypatch.setattr(agreement, "train_batch", step)
+def test_a_trainer_with_a_bug_ends_it_with_1(tmp_path, step_by):  # noqa: F811
+    step_by(stepping(lambda X: 16))  # the nominal batch size
     result = invoke(*QUICK, "--output", tmp_path)
     assert result.exit_code == 1
     assert result.output.splitlines()[-2] == "the same batches: cpu(0), cpu(1) and cpu(0) do not agree"

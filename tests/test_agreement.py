@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -74,6 +75,12 @@ def test_the_toolkit_agrees_with_gluon(recipe, devices, arrays, build):
     assert same.ours[-1] < same.ours[0] / 2
 
 
+@pytest.fixture
+def step_by(monkeypatch):
+    """A function that puts another step in the place of the toolkit's."""
+    return partial(monkeypatch.setattr, agreement, "train_batch")
+
+
 @pytest.mark.parametrize(
     "step",
     {
@@ -83,8 +90,8 @@ def test_the_toolkit_agrees_with_gluon(recipe, devices, arrays, build):
         "a device that is left out": stepping(split=leaving_a_device_out),
     }.values(),
 )
-def test_what_trains_otherwise_does_not(recipe, step, monkeypatch):
-    monkeypatch.setattr(agreement, "train_batch", step)
+def test_what_trains_otherwise_does_not(recipe, step, step_by):
+    step_by(step)
     same = same_batch(recipe, CONTEXTS)
     assert same.verdict == DIFFER
     assert max(same.differences()) > 10 * max(same.allowed())

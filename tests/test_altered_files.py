@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.data import ArrayLoader, build_vocabulary
 from gluon_mgpu.errors import DataError, StateError
+from gluon_mgpu.mxnet_internals.parameters import has_values
 from mxnet import gluon, lr_scheduler
 from mxnet.gluon import nn
 
@@ -49,7 +50,7 @@ class Run:
 
     def state(self):
         optimizer, update = self.trainer.optimizer, self.trainer.steps.update
-        arrays = [a for p in self.net.collect_params().values() if p._data is not None for a in p.list_data()]
+        arrays = [a for p in self.net.collect_params().values() if has_values(p) for a in p.list_data()]
         arrays += [state for updater in update.updaters.values() for _, state in sorted(updater.states.items())]
         values = [array.asnumpy().tolist() for array in arrays]
         schedule = vars(optimizer.lr_scheduler)

@@ -17,6 +17,8 @@ from gluon_mgpu.data_parallel.batchnorm import (
     set_batch_norm,
 )
 from gluon_mgpu.errors import StepError, TrainerError
+from gluon_mgpu.mxnet_internals.blocks import batch_norm_options, is_hybridized, options_of
+from gluon_mgpu.mxnet_internals.parameters import structural_params
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -79,7 +81,7 @@ def one_device():
 def test_devices_train_as_one(one_device, arrays, num_devices, sizes, mode):
     ctx = [mx.cpu(i) for i in range(num_devices)]
     net = train(convert_sync_batchnorm(build(ctx, HYBRIDIZE[mode])), small_batches(SIZES[sizes]))
-    assert [block._active for block in net] == [mode != "plain" and not isinstance(block, SyncBatchNorm) for block in net]
+    assert [is_hybridized(block) for block in net] == [mode != "plain" and not isinstance(block, SyncBatchNorm) for block in net]
     on_each = [everything(net, context) for context in ctx]
     assert all(largest_difference(each, on_each[0]) == 0.0 for each in on_each)
     assert largest_difference(on_each[0], one_device(sizes)) <= 1e-5
@@ -149,15 +151,15 @@ def test_a_conversion_keeps_everything_else(tmp_path):
     net.hybridize(static_alloc=True)
     x = mx.nd.random.uniform(shape=(3, 2, 4, 4))
     net(x)
-    names, params = list(net._collect_params_with_prefix()), list(net.collect_params().values())
+    names, params = list(structural_params(net)), list(net.collect_params().values())
     before, norm, prediction = everything(net, mx.cpu(0)), net.norm, net(x).asnumpy()
     assert convert_sync_batchnorm(net) is net
     convert_sync_batchnorm(net)  # once more changes nothing
     assert net.norm is norm is net.again and isinstance(norm, SyncBatchNorm) and isinstance(net.rest[0], SyncBatchNorm)
     assert type(net.rest[1]) is nn.BatchNorm
-    assert list(net._collect_params_with_prefix()) == names and list(net.collect_params().values()) == params
+    assert list(structural_params(net)) == names and list(net.collect_params().values()) == params
     assert largest_difference(everything(net, mx.cpu(0)), before) == 0.0
-    assert net.first._active and not net._active
+    assert is_hybridized(net.first) and not is_hybridized(net)
     assert largest_difference([net(x).asnumpy()], [prediction]) <= 1e-6
     net.save_parameters(str(tmp_path / "net.params"))
     plain = Residual()
@@ -166,7 +168,7 @@ def test_a_conversion_keeps_everything_else(tmp_path):
     revert_sync_batchnorm(net)
     assert (type(net.norm), type(net.rest[0])) == (nn.BatchNorm, nn.BatchNormReLU)
     assert vars(net.norm).keys() == vars(plain.norm).keys()
-    assert net._active and dict(net._flags)["static_alloc"] and vars(net).keys() == vars(plain).keys()
+    assert is_hybridized(net) and options_of(net)["static_alloc"] and vars(net).keys() == vars(plain).keys()
     assert largest_difference([net(x).asnumpy()], [prediction]) == 0.0
     net.export(str(tmp_path / "net"))
 
@@ -348,5 +350,5 @@ def test_mxnets_own_layer_is_not_left_waiting():
     trainer = mgpu.Trainer(net, "sgd")
     with pytest.raises(StepError, match="waits for"):
         mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, mx.nd.ones((1, 3)), mx.nd.ones(1))
-    net[0]._kwargs["use_global_stats"] = True  # it does not wait then
+    batch_norm_options(net[0])["use_global_stats"] = True  # it does not wait then
     mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, mx.nd.ones((1, 3)), mx.nd.ones(1))

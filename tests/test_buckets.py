@@ -1,6 +1,7 @@
 """Flat memory shows in no bit: whatever is done to a network whose parameters are views of buckets, Gluon gives the same."""
 
 import gc
+import os
 import weakref
 
 import gluon_mgpu as mgpu
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import StaleGradientError, TrainerError
 from gluon_mgpu.models.hybrid_block import named, new_parameter
+from gluon_mgpu.mxnet_internals.blocks import compiled_graph, graph_of
+from gluon_mgpu.mxnet_internals.parameters import has_values
 from gluon_mgpu.trainer.slab import slice_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -35,10 +38,9 @@ def trainers(net, name, params, **options):
 
     def theirs():
         trainer = gluon.Trainer(list(net.collect_params().values()), name, dict(params), update_on_kvstore=False)
-        if len(trainer._params[0].list_ctx()) > 1 and all(param._data for param in trainer._params):
-            # otherwise the first step does it, and replaces BatchNorm's statistics by those of the first device
-            trainer._init_kvstore()
-            trainer._init_params()
+        if all(has_values(param) and len(param.list_ctx()) > 1 for param in net.collect_params().values()):
+            # this makes its store; otherwise the first step does, and replaces BatchNorm's statistics by the first device's
+            trainer.save_states(os.devnull)
         return trainer
 
     return {"gluon": theirs, "ours": lambda: mgpu.Trainer(net, name, dict(params), **options)}
@@ -188,9 +190,9 @@ def test_graphs_are_bound_again_and_stay():
     with autograd.record():
         loss = net(nd.ones((1, 3))).sum()
     loss.backward()
-    graph, bound = net._cached_graph, net._cached_op
+    graph, bound = graph_of(net), compiled_graph(net)
     mgpu.Trainer(net, "sgd")
-    assert net._cached_graph is graph and net._cached_op is not bound
+    assert graph_of(net) is graph is not None and compiled_graph(net) is not bound
     assert net(nd.ones((1, 3))).shape == (1, 2)
 
 

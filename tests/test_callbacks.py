@@ -146,8 +146,8 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys):
         )
 
 
-def test_progress_tells_of_a_long_epoch(capsys, monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_BATCHES", 1)
+def test_progress_tells_of_a_long_epoch(capsys, monkeypatch, report_every):
+    report_every(batches=1)
     train([mgpu.Progress(every_s=0)], epochs=2, num_batches=2)
     lines = capsys.readouterr().out.splitlines()
     found = [re.match(r"(epoch 1/2  batch ./2)  \d+ examples/s  \d+:\d\d left  accuracy ", line) for line in lines]

@@ -100,11 +100,11 @@ def test_a_recorded_step_beside_gluons_split_and_passes(num_devices):
     assert calls_of(lambda: mgpu.train_batch(net, LOSS, trainer, X, y)) <= allowed
 
 
-def test_a_recorded_batch_reads_the_flags_before_and_after_its_pass(monkeypatch):
+def test_a_recorded_batch_reads_the_flags_before_and_after_its_pass(calls_to):
     net, X, y = world(2)
-    trainer, reads = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), []
+    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})
     mgpu.train_batch(net, LOSS, trainer, X, y)
-    monkeypatch.setattr(Flags, "read", lambda flags, read=Flags.read: reads.append(flags) or read(flags))
+    reads = calls_to(Flags, "read")
     mgpu.train_batch(net, LOSS, trainer, X, y)
     assert len(reads) == 2
 
@@ -125,11 +125,11 @@ def test_only_the_first_batch_walks_through_the_network():
 
 
 @pytest.mark.parametrize("compiled", [pytest.param("on", marks=pytest.mark.mxnet1("compiled passes")), "off"])
-def test_a_batch_looks_at_the_parameters_once_and_after_python_again(compiled, monkeypatch):
+def test_a_batch_looks_at_the_parameters_once_and_after_python_again(compiled, calls_to):
     net, X, y = world(2)
-    step, looks = mgpu.compile_step(net, LOSS, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), compiled=compiled), []
+    step = mgpu.compile_step(net, LOSS, mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), compiled=compiled)
     step(X, y)
-    monkeypatch.setattr(Layout, "look", lambda layout, look=Layout.look: looks.append(layout) or look(layout))
+    looks = calls_to(Layout, "look", note=lambda name, layout: layout)
     step(X, y)
     assert len(looks) == (1 if compiled == "on" else 2)
     set_params(net[0], "grad_req", "null")

@@ -8,6 +8,7 @@ import runpy
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import click
 import gluon_mgpu as mgpu
@@ -72,14 +73,20 @@ def pressed(monkeypatch):
 
         return Interrupting
 
-    monkeypatch.setattr("gluon_mgpu.cli.train_resnet18.ArrayLoader", interrupting(mgpu.data.ArrayLoader))
-    monkeypatch.setattr("gluon_mgpu.cli.train_seq2seq.PairLoader", interrupting(mgpu.data.PairLoader))
+    for program, kind in {"resnet18": mgpu.data.ArrayLoader, "seq2seq": mgpu.data.PairLoader}.items():
+        monkeypatch.setattr(f"gluon_mgpu.cli.train_{program}.{kind.__name__}", interrupting(kind))
     return moments
 
 
 @pytest.fixture
-def tiny(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.cli.train_resnet18.resnet18", tiny_network)
+def use_network(monkeypatch):
+    """A function that puts another network in the place of ResNet-18."""
+    return partial(monkeypatch.setattr, "gluon_mgpu.cli.train_resnet18.resnet18")
+
+
+@pytest.fixture
+def tiny(use_network):
+    use_network(tiny_network)
 
 
 @pytest.fixture
@@ -147,13 +154,6 @@ def test_devices_are_json():
     assert (cpu["name"], cpu["usable"], cpu["reason"]) == ("cpu(0)", True, "")
     assert 2**28 < cpu["memory_bytes"] < 2**50
     assert all(device["usable"] or device["reason"] for device in others)
-
-
-def test_a_device_that_cannot_be_used_says_why(monkeypatch):
-    there = [mgpu.devices.DeviceInfo("gpu(0)", "NVIDIA H200", 143 * 2**30, False, "A test operation failed")]
-    monkeypatch.setattr("gluon_mgpu.devices.describe.describe_devices", lambda: there)
-    output = run("devices")
-    assert all(part in output for part in ("gpu(0)", "NVIDIA H200", "143.0 GiB", " no ", "A test operation"))
 
 
 # train resnet18
@@ -282,7 +282,7 @@ NOT_FUNCTIONS = {
 def files(tmp_path, monkeypatch):
     """The current folder, with files that hold no function; the import path is restored, and the modules are forgotten."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.syspath_prepend(tmp_path / "nowhere")
     for name in ("fails", "syntax", "folder", "mine", "data"):
         monkeypatch.setitem(sys.modules, name, None)
         del sys.modules[name]
@@ -330,11 +330,10 @@ def test_an_error_of_the_users_module_shows_its_own_frames(reference, files):
         (MemoryError("Unable to allocate 8.00 EiB for an array with shape (9,)"), "no memory left"),
     ],
 )
-def test_a_lack_of_memory_is_one_line(error, expected, quick, monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.cli.train_resnet18.train", lambda options: (_ for _ in ()).throw(error))
-    result = invoke(*TRAIN)
+def test_a_lack_of_memory_is_one_line(error, expected):
+    result = ended(error)
     assert result.exit_code == 1 and len(result.output.splitlines()) == 1
-    assert result.output.startswith("Error: train: got ") and expected in result.output and "Traceback" not in result.output
+    assert result.output.startswith("Error: command: got ") and expected in result.output and "Traceback" not in result.output
 
 
 def test_the_seed_decides_everything(quick, data_dir, tmp_path):
@@ -351,29 +350,23 @@ def test_digits_are_the_default(quick, tmp_path):
     assert output.startswith("digits: 1438 images to train on, 359 to test, 10 classes, on cpu(0)\n")
 
 
-def predict_tiny(monkeypatch, data_dir, output, *options):
-    """What the command says with scores of the labels in the place of a network, and the data that were predicted."""
-    calls = []
-
-    def scores(net, loader, **options):
-        calls.append(loader)
-        return np.split(np.stack([1 - loader.y, loader.y], axis=1).astype("float32"), 2)
-
-    monkeypatch.setattr("gluon_mgpu.cli.export.classifier", lambda operation, folder, ctx: (tiny_network(2), None))
-    monkeypatch.setattr("gluon_mgpu.loop.predict.predict_batches", scores)
-    arguments = ["--devices", "cpu*1", "--data-dir", data_dir, "--output", output, *options]
-    return invoke("predict", "resnet18", *arguments), calls
-
-
 @pytest.mark.parametrize("seed", [0, 3])
-def test_predict_takes_the_test_images_of_its_seed(monkeypatch, data_dir, tmp_path, seed):
+def test_predict_takes_the_test_images_of_its_seed(data_dir, tmp_path, seed):
+    net = mgpu.models.resnet18(2)
+    net.initialize(mx.init.Xavier())
+    net(nd.ones((1, 1, 8, 8)))
+    mgpu.save_checkpoint(net, tmp_path / "run")
     output = tmp_path / "new" / "predictions.csv"
-    result, (loader,) = predict_tiny(monkeypatch, data_dir, output, *(["--seed", seed] if seed else []))
-    assert result.exit_code == 0, result.output
+    arguments = ["--checkpoint", tmp_path / "run", "--data-dir", data_dir, "--devices", "cpu*1", "--output", output]
+    run("predict", "resnet18", *arguments, *(["--seed", seed] if seed else []))
     images = mgpu.data.load_idx_folder(data_dir, seed=seed)
-    np.testing.assert_array_equal(loader.X, images.test_images)
     with open(output, newline="") as file:
-        assert [int(row["label"]) for row in csv.DictReader(file)] == images.test_labels.tolist()
+        rows = list(csv.DictReader(file))
+    assert [int(row["label"]) for row in rows] == images.test_labels.tolist()
+    odds = np.exp(net(nd.array(images.test_images)).asnumpy())
+    odds /= odds.sum(axis=1, keepdims=True)
+    assert [int(row["class"]) for row in rows] == odds.argmax(axis=1).tolist()
+    assert [float(row["probability"]) for row in rows] == pytest.approx(odds.max(axis=1), abs=2e-4)
 
 
 @pytest.mark.parametrize("num_classes", [1, 2, 4])
@@ -395,20 +388,12 @@ def test_predict_knows_the_classes_of_the_network(data_dir, tmp_path, num_classe
 
 
 @pytest.mark.parametrize("kind", [TypeError, ImportError])
-def test_another_error_after_ctrl_c_ends_the_command_with_130(monkeypatch, kind):
+def test_another_error_after_ctrl_c_ends_the_command_with_130(kind):
     """MXNet's assignments raise a TypeError instead, and NumPy's import an ImportError of another."""
-
-    def interrupted(*args, **options):
-        try:
-            try:
-                raise KeyboardInterrupt
-            except BaseException as error:
-                raise kind("does not support assignment") from error
-        except kind as error:
-            raise kind("another") from error
-
-    monkeypatch.setattr("gluon_mgpu.cli.explain.explain_message", interrupted)
-    result = invoke("explain", "word")
+    inner, error = kind("does not support assignment"), kind("another")
+    inner.__cause__ = inner.__context__ = KeyboardInterrupt()
+    error.__cause__ = error.__context__ = inner
+    result = ended(error)
     assert (result.exit_code, result.output) == (130, "\nInterrupted.\n")
 
 

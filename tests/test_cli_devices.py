@@ -1,9 +1,8 @@
 import json
 
 import pytest
-from gluon_mgpu.devices import mxnet_gpus
 
-from .fake_nvml import h200, install, v100s
+from .fake_nvml import h200, install, let_mxnet_see, v100s
 from .test_cli import invoke, run
 
 GIB = 2**30
@@ -15,8 +14,7 @@ def nvml(monkeypatch):
     fake = install(monkeypatch, v100s(4))
     fake.gpus[2].processes, fake.gpus[2].used_bytes = [(17, "python", 9 * GIB)], 9 * GIB
     fake.gpus[3].used_bytes = 300 * 2**20
-    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 2)
-    monkeypatch.setattr(mxnet_gpus, "why_not", lambda number: "")
+    let_mxnet_see(monkeypatch, 2, {1: "A test operation failed"})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2")
     return fake
 
@@ -30,6 +28,8 @@ def test_gpus_have_their_names(nvml):
     assert [cell.strip() for cell in told.strip("│").split("│")][2:5] == ["16.0 GiB", "15.7 GiB", "yes"]
     (hidden,) = [line for line in lines if nvml.gpus[1].uuid in line]
     assert hidden.strip("│").split("│")[0].strip() == "-"
+    (told,) = [line for line in lines if "gpu(1)" in line and "GiB" in line]
+    assert [cell.strip() for cell in told.strip("│").split("│")][4:] == ["no", "A test"]
     assert "CUDA_DEVICE_ORDER" not in "".join(lines)
 
 

@@ -12,9 +12,9 @@ from gluon_mgpu.cli._training import divided
 from mxnet import gluon
 from mxnet.gluon import nn
 
-from .test_cli import PNG, data_dir, run  # noqa: F401  a fixture
+from .test_cli import PNG, data_dir, run, use_network  # noqa: F401  a fixture
 from .test_cli_resume import pressed, rows_in  # noqa: F401  a fixture
-from .test_train_seq2seq import SMALL, WORDS, tsv, without_sacrebleu  # noqa: F401  fixtures
+from .test_train_seq2seq import SMALL, WORDS, exact_match_alone, tsv  # noqa: F401  fixtures
 
 pytestmark = pytest.mark.mxnet1("Pipeline")
 
@@ -28,9 +28,9 @@ def network(num_classes):
 
 
 @pytest.fixture
-def images(monkeypatch, data_dir, without_pictures):  # noqa: F811
+def images(use_network, data_dir, without_pictures):  # noqa: F811
     """The command that trains a small network in the place of ResNet-18, on 4 batches of 8 images."""
-    monkeypatch.setattr("gluon_mgpu.cli.train_resnet18.resnet18", network)
+    use_network(network)
     return ["train", "resnet18", "--data-dir", data_dir, "--batch-size", "8", "--lr", "0.05"]
 
 

@@ -9,9 +9,9 @@ import mxnet as mx
 import pytest
 from mxnet.gluon import nn
 
-from .test_cli import data_dir, pressed, run  # noqa: F401  fixtures
+from .test_cli import data_dir, pressed, run, use_network  # noqa: F401  fixtures
 from .test_fit import LOSS, batches_of, make_net, three_clouds
-from .test_train_seq2seq import SMALL, WORDS, tsv, without_sacrebleu  # noqa: F401  fixtures
+from .test_train_seq2seq import SMALL, WORDS, exact_match_alone, tsv  # noqa: F401  fixtures
 
 TIMES = ("seconds", "examples_per_s", "tokens_per_s")
 
@@ -23,8 +23,8 @@ def network(num_classes):
 
 
 @pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.cli.train_resnet18.resnet18", network)
+def small(use_network):  # noqa: F811
+    use_network(network)
 
 
 def rows_in(out):

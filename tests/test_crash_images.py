@@ -86,26 +86,20 @@ def test_a_run_killed_in_its_first_checkpoint_begins_again(tmp_path, undisturbed
     assert bits(tmp_path) == undisturbed
 
 
-def test_files_are_on_the_disk_before_the_manifest_and_the_name(tmp_path, monkeypatch):
+def test_files_are_on_the_disk_before_the_manifest_and_the_name(tmp_path, calls_to):
     """Of checkpoints, their copies and translators: nothing is renamed that a power loss could empty."""
-    synced, rename = set(), os.rename
-    fsync = os.fsync
+    synced = calls_to(os, "fsync", note=lambda name, number: os.fstat(number).st_ino)
 
-    def noted(number):
-        fsync(number)
-        synced.add(os.fstat(number).st_ino)
+    def check(name, source, target, **options):
+        is_new = str(source).endswith(".new")
+        files = list(type(tmp_path)(source).rglob("*")) if is_new else []
+        assert bool(files) == is_new and {path.stat().st_ino for path in files} <= set(synced)
+        return is_new
 
-    def checked(source, target, **options):
-        if str(source).endswith(".new"):
-            files = list(type(tmp_path)(source).rglob("*"))
-            assert files and {path.stat().st_ino for path in files} <= synced
-        return rename(source, target, **options)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(os, "rename", checked)
-    monkeypatch.setattr(type(tmp_path), "rename", lambda self, target: checked(self, target))
+    by_os, by_path = calls_to(os, "rename", note=check), calls_to(type(tmp_path), "rename", note=check)
     fit(tmp_path / "run", epochs=1)
     made_translator().save(tmp_path / "model")
+    assert any(by_os + by_path)
 
 
 def test_a_translator_between_two_renames_is_found(tmp_path):

@@ -4,6 +4,7 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.mxnet_internals.parameters import structural_params
 from mxnet import autograd, gluon, init, npx
 
 d2l = pytest.importorskip("d2l.mxnet", reason="d2l is not installed: pip install '.[d2l]'")
@@ -71,7 +72,7 @@ def test_resnet18_is_d2l_s():
     for net in (theirs, ours):
         net.initialize()
         net(X)
-    shapes = [[(name, param.shape) for name, param in net._collect_params_with_prefix().items()] for net in (theirs, ours)]
+    shapes = [[(name, param.shape) for name, param in structural_params(net).items()] for net in (theirs, ours)]
     assert sorted(shapes[0]) == sorted(shapes[1])
     assert sum(int(np.prod(shape)) for _, shape in shapes[1]) == 11183626
 

@@ -4,22 +4,20 @@ import pytest
 from gluon_mgpu.devices import mxnet_gpus
 from gluon_mgpu.errors import DeviceError
 
-from .fake_nvml import h200, install, v100s
+from .fake_nvml import h200, install, let_mxnet_see, v100s
 
 
 @pytest.fixture
 def gpus(monkeypatch):
     """A machine with eight GPUs, of which the last cannot run: contexts are made, and nothing runs on them."""
-    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 8)
-    monkeypatch.setattr(mxnet_gpus, "why_not", lambda i: "A test operation failed: no kernel image." if i == 7 else "")
+    let_mxnet_see(monkeypatch, 8, {7: "A test operation failed: no kernel image."})
 
 
 @pytest.fixture
 def nvml(monkeypatch):
     """Eight V100s that the driver describes, all idle, MXNet sees, and can run on."""
     fake = install(monkeypatch, v100s(8))
-    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 8)
-    monkeypatch.setattr(mxnet_gpus, "why_not", lambda i: "")
+    let_mxnet_see(monkeypatch, 8)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return fake
 
@@ -175,22 +173,22 @@ def test_free_gpus_that_cannot_be_had(nvml, spec, options, shown):
 def test_free_gpus_among_those_that_cuda_shows(nvml, monkeypatch):
     """The last four of eight: MXNet numbers them from 0."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 4)
+    let_mxnet_see(monkeypatch, 4)
     nvml.gpus[5].processes = [(17, "python", GIB)]
     assert gpu_ids("gpu:free") == [0, 2, 3]
 
 
 def test_numbers_of_mxnet_and_of_the_driver_that_do_not_agree(nvml, monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 5)
+    let_mxnet_see(monkeypatch, 5)
     with pytest.raises(DeviceError, match="got 5 GPUs from MXNet; .*The driver lists 8"):
         mgpu.devices.resolve_devices("gpu:free")
     nvml.gpus.append(h200())
-    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 9)
+    let_mxnet_see(monkeypatch, 9)
     with pytest.raises(DeviceError, match="Set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
         mgpu.devices.resolve_devices("gpu:free")
     assert all("CUDA_DEVICE_ORDER=PCI_BUS_ID" in device.note for device in mgpu.devices.describe_devices()[1:])
-    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 5)
+    let_mxnet_see(monkeypatch, 5)
     found = mgpu.devices.describe_devices()[1:]
     assert [device.name for device in found] == [*(f"gpu({i})" for i in range(5)), *["-"] * 9]
     assert all(device.uuid is None for device in found[:5])
@@ -220,8 +218,7 @@ def test_a_library_without_gpu_code_names_the_build_for_the_machine(monkeypatch,
 def test_a_gpu_without_code_in_the_library_names_the_builds_for_it(monkeypatch):
     """MXNet sees it, and its operations fail."""
     install(monkeypatch, [h200()])
-    monkeypatch.setattr(mxnet_gpus, "num_gpus", lambda: 1)
-    monkeypatch.setattr(mxnet_gpus, "why_not", lambda i: "A test operation failed: no kernel image is available.")
+    let_mxnet_see(monkeypatch, 1, "A test operation failed: no kernel image is available.")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(DeviceError, match=r"no kernel image.*no code for compute capability 9.0.*24.06"):
         mgpu.devices.resolve_devices("gpu")

@@ -50,9 +50,8 @@ def test_the_means_are_over_everything_that_was_seen():
     assert passed.examples_per_s == pytest.approx(4 / passed.seconds)
 
 
-def test_reports_hold_running_means_and_the_last_one_holds_all(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_BATCHES", 2)
-    monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_S", math.inf)
+def test_reports_hold_running_means_and_the_last_one_holds_all(report_every):
+    report_every(batches=2)
     reports = []
     passed = run_epoch(pairs([1], [2], [3], [4], [10]), make_batch, operation="fit", on_report=reports.append)
     assert [(one.num_batches, one.num_examples, one.means["loss"]) for one in reports] == [(2, 2, 1.5), (4, 4, 2.5), (5, 5, 4.0)]
@@ -74,9 +73,8 @@ def run_rows(X, y):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("step, shard", [(1, 0), (3, 1), (6, 2)])
-def test_a_loss_that_is_not_finite_is_reported_with_its_step_and_device(step, shard, bad, monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_BATCHES", 4)
-    monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_S", math.inf)
+def test_a_loss_that_is_not_finite_is_reported_with_its_step_and_device(step, shard, bad, report_every):
+    report_every(batches=4)
     losses = np.ones((6, 3, 2))
     losses[step - 1, shard, 1] = bad
     losses[step:] = math.nan  # all that follows is spoilt, too

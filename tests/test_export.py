@@ -17,6 +17,7 @@ from gluon_mgpu.cli import main
 from gluon_mgpu.errors import TrainerError
 from gluon_mgpu.exporters import onnx_translator
 from gluon_mgpu.exporters.onnx_operators import OPERATORS
+from gluon_mgpu.mxnet_internals.blocks import batch_norm_options
 from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from gluon_mgpu.trainer.parameters import blocks_of
 from hypothesis import given
@@ -225,7 +226,7 @@ def zoo_network(name, size):
     net.initialize(mx.init.Xavier(rnd_type="gaussian", factor_type="in", magnitude=2))  # keeps the size of relu's outputs
     layers = [block for block in blocks_of(net) if isinstance(block, nn.BatchNorm)]
     for layer in layers:
-        layer._kwargs["momentum"] = 0.0  # the statistics become those of this batch
+        batch_norm_options(layer)["momentum"] = 0.0  # the statistics become those of this batch
     with autograd.record():
         net(mx.nd.array(patches(2, 4, size))).wait_to_read()
     mx.nd.waitall()

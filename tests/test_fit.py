@@ -140,8 +140,8 @@ def test_the_learning_rate_is_that_of_each_epoch_s_last_step():
     assert history.column("learning_rate") == [0.4, 0.2, 0.2]
 
 
-def test_callbacks_are_called_in_order(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_S", float("inf"))
+def test_callbacks_are_called_in_order(report_every):
+    report_every()
     first, second, order = Recorder(), Recorder(), []
     first._note = lambda what, state: order.append((1, what)) or Recorder._note(first, what, state)
     second._note = lambda what, state: order.append((2, what)) or Recorder._note(second, what, state)
@@ -188,7 +188,7 @@ def test_batches_that_make_one_update(num_devices, every):
     train(devices, data, net=accumulated, epochs=2, accumulate_grad_batches=every, callbacks=[recorder])
     train(devices, joined, net=whole, epochs=2)
     assert largest_difference(weights_of(accumulated), weights_of(whole)) <= 1e-6
-    assert recorder.state.trainer._optimizer.num_update == 2 * len(joined)
+    assert recorder.state.trainer.optimizer.num_update == 2 * len(joined)
 
 
 def test_ctrl_c_waits_for_the_last_batch_of_an_update(tmp_path):

@@ -8,7 +8,9 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import ModesError, StaleGradientError, TrainerError
+from gluon_mgpu.mxnet_internals.blocks import compiled_graph
 from gluon_mgpu.mxnet_internals.c_calls import Flags
+from gluon_mgpu.mxnet_internals.parameters import is_fresh
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -222,10 +224,10 @@ def test_graphs_are_there_for_threads_when_parameters_have_moved():
     trainer = mgpu.Trainer(net, *MOMENTUM)
     with autograd.record():
         losses = [net(nd.ones((2, 3), ctx=context)).sum() for context in CPU]
-    former = net._cached_op
+    former = compiled_graph(net)
     autograd.backward(losses)
     trainer.step(6)
-    assert former is not net._cached_op is not None
+    assert former is not compiled_graph(net) is not None
     with autograd.record():
         losses = [net(nd.ones((2, 3), ctx=context)).sum() for context in CPU]
     autograd.backward(losses)
@@ -311,9 +313,9 @@ def test_flags_look_as_mxnet_has_set_them():
     trainers = [mgpu.Trainer(net, *MOMENTUM) for net in nets]
     for net in nets:
         autograd.backward(losses_of(net, data(1, 6), CPU))
-    assert all(net.weight.data(context)._fresh_grad for net in nets for context in CPU)
+    assert all(is_fresh(net.weight.data(context)) for net in nets for context in CPU)
     trainers[0].step(6)
-    assert [net.weight.data(CPU[0])._fresh_grad for net in nets] == [0, 1]
+    assert [is_fresh(net.weight.data(CPU[0])) for net in nets] == [0, 1]
 
 
 # discard() and accumulate()

@@ -3,6 +3,7 @@
 import mxnet as mx
 import numpy as np
 from gluon_mgpu.mxnet_internals.c_calls import Flags
+from gluon_mgpu.mxnet_internals.parameters import is_fresh
 
 
 def variables(count):
@@ -12,7 +13,7 @@ def variables(count):
 
 
 def fresh(weights):
-    return [bool(weight._fresh_grad) for weight in weights]
+    return [bool(is_fresh(weight)) for weight in weights]
 
 
 def test_flags_are_those_of_mxnet():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.errors import TrainerError
 from gluon_mgpu.models import Seq2Seq, SequenceLoss
+from gluon_mgpu.mxnet_internals.parameters import structural_params
 from mxnet.gluon import nn
 
 from .conftest import as_array, initialized, largest_difference, sequential
@@ -102,7 +103,7 @@ def test_a_translator(arrays, options, dtype):
         model = hybrid(net, num_stages, micro_batches, shared=net.data_parallel_layers(), sample=sample)
         found = result(model)
         assert largest_difference(found, alone) <= 1e-6 * max(np.abs(value).max() for value in alone)
-        everywhere = {name for name, param in model._collect_params_with_prefix().items() if len(param.list_ctx()) > 1}
+        everywhere = {name for name, param in structural_params(model).items() if len(param.list_ctx()) > 1}
         tied = {"output.weight", "target_embedding.weight"} if options.get("tied") else {"output.weight"}
         attention = {"decoder.attention.query.weight", "decoder.attention.score.weight"} if options.get("attention") else set()
         assert everywhere == {"encoder.keys.weight", "decoder.attention.join.weight", "output.bias", *tied, *attention}

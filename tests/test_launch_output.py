@@ -40,27 +40,15 @@ def test_a_report_that_cannot_be_written_ends_nothing(tmp_path):
     assert shown.getvalue() == b"gluon-mgpu launch: the end\n"
 
 
-def test_the_output_is_shown_when_the_disk_is_full(log):
-    log, shown = log
-
-    class Full:
-        def __init__(self):
-            self.errors = [errno.ENOSPC, errno.EIO]
-
-        def write(self, data):
-            raise OSError(number := self.errors.pop(0), {errno.ENOSPC: "No space left on device"}.get(number, "another"))
-
-        closed = False
-
-        def close(self):
-            pass
-
-    log._file.close()
-    log._file = Full()
+def test_the_output_is_shown_when_the_disk_is_full(tmp_path):
+    (tmp_path / "rank-7.log").symlink_to("/dev/full")
+    shown = []
+    log = Log(tmp_path / "rank-7.log", b"[7] ", lambda data, stream: shown.append((data, stream)))
     log.write(b"one\n", 0)
     log.write(b"two\n", 1)
     assert shown[1:] == [(b"[7] one\n", 0), (b"[7] two\n", 1)]
     assert b"rank-7.log is incomplete: [Errno 28] No space left on device" in shown[0][0]  # once
+    log.close()
 
 
 def test_a_long_traceback_keeps_its_end(log):

@@ -87,8 +87,8 @@ class Keeps(mgpu.Callback):
 
 
 @pytest.mark.parametrize("leaks", [False, True])
-def test_in_fit(monkeypatch, caplog, leaks):
-    monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_S", 0.0)
+def test_in_fit(report_every, caplog, leaks):
+    report_every(seconds=0.0)
     net = initialized(nn.Dense(3, in_units=36), [mx.cpu(0), mx.cpu(1)])
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01})
     check = LeakCheck(every=4)

@@ -1,7 +1,6 @@
 """fit(max_steps=, limit_batches=, limit_eval_batches=, evaluate_every=): short runs, and evaluations within epochs."""
 
 import json
-import time
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -100,14 +99,12 @@ def test_evaluate_every_reports_within_epochs_and_does_not_change_the_training(t
     assert json.loads((tmp_path / "history.json").read_text())["evaluations"] == history.evaluations
 
 
-def test_evaluations_within_an_epoch_are_no_training_time_of_a_resumed_run(tmp_path, monkeypatch):
+def test_evaluations_within_an_epoch_are_no_training_time_of_a_resumed_run(tmp_path, clock):
     """A checkpoint counted them, so that the row of the epoch told more seconds and fewer examples/s."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
     class Slow(mgpu.Callback):
         def on_test_begin(self, state):
-            now[0] += 10
+            clock[0] += 10
 
     callbacks = [Slow(), mgpu.Checkpoint(tmp_path, None, every=1)]
     with pytest.raises(KilledError):

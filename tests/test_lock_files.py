@@ -67,11 +67,8 @@ def test_without_locks_a_run_goes_on_and_says_so(tmp_path, monkeypatch, caplog):
     assert names(tmp_path) == ["best", "last"]
 
 
-def test_a_job_that_is_started_again_waits_for_the_process_before(tmp_path, holder, monkeypatch):
-    import gluon_mgpu.loop.save_checkpoints as callbacks
-    from gluon_mgpu.distributed.process import Process
-
-    monkeypatch.setattr(callbacks, "this_process", lambda: Process(0, 1, 0, 1, 0, 1, 1))
+def test_a_job_that_is_started_again_waits_for_the_process_before(tmp_path, holder, become):
+    become(num_processes=1, restart=1)
     threading.Timer(0.5, holder.kill).start()
     saves = Checkpoint(tmp_path)
     saves.hold()

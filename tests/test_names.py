@@ -56,7 +56,7 @@ def test_help_begins_with_the_public_names():
 
 
 def test_faces_agree():
-    """save_checkpoint(folder, net) and export(net, path) had other orders, devices four names, and export four positions."""
+    """save_checkpoint(net, folder) and export(net, path) had other orders, devices four names, and export four positions."""
     for name, call in public().items():
         positional = arguments(call, positional=True)
         assert "net" not in positional[1:], name

@@ -17,18 +17,9 @@ WAITING = ("MXNDArraySyncCopyToCPU", "MXNDArrayWaitToRead", "MXNDArrayWaitToWrit
 
 
 @pytest.fixture
-def waits(monkeypatch):
+def waits(calls_to):
     """The names of the waiting functions that were called since."""
-    called = []
-    for name in WAITING:
-        function = getattr(_LIB, name)
-
-        def counted(*arguments, _name=name, _function=function):
-            called.append(_name)
-            return _function(*arguments)
-
-        monkeypatch.setattr(_LIB, name, counted)
-    return called
+    return calls_to(_LIB, *WAITING)
 
 
 def test_the_counter_counts(waits):
@@ -93,8 +84,8 @@ def test_an_evaluation_reads_once_a_device(devices, waits):
     assert waits == ["MXNDArrayWaitAll"] + ["MXNDArraySyncCopyToCPU"] * (len(devices) + (len(devices) > 1))
 
 
-def test_an_epoch_waits_only_to_keep_the_queue_short(devices, waits, monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.loop.batch_loop.REPORT_S", 1e9)
+def test_an_epoch_waits_only_to_keep_the_queue_short(devices, waits, report_every):
+    report_every()
     net = small_net(devices)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.01})
     batches = small_batches([6] * 8)
@@ -108,12 +99,11 @@ def test_an_epoch_waits_only_to_keep_the_queue_short(devices, waits, monkeypatch
     assert waits.index("MXNDArrayWaitAll") == (8 - 3) * len(devices)
 
 
-def test_a_graph_is_forgotten_when_nothing_runs_it(waits, monkeypatch):
+def test_a_graph_is_forgotten_when_nothing_runs_it(waits, calls_to):
     net = mx.gluon.nn.Dense(1, in_units=1)
     net.initialize()
     net.hybridize()
-    waited = []
-    monkeypatch.setattr(type(net), "_clear_cached_op", lambda block: waited.append(list(waits)))
+    waited = calls_to(type(net), "_clear_cached_op", note=lambda *_: list(waits))
     with forgetting_graphs(net):
         net(nd.ones((1, 1)))
     assert waited == [["MXNDArrayWaitAll"]]

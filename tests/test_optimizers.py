@@ -127,6 +127,6 @@ def test_an_optimizer_gets_the_parameters_when_it_is_made():
 
     net = initialized(mx.gluon.nn.Dense(1, in_units=2))
     try:
-        assert mgpu.Trainer(net, "ofweights")._optimizer.weights == [0]
+        assert mgpu.Trainer(net, "ofweights").optimizer.weights == [0]
     finally:
         del mx.optimizer.Optimizer.opt_registry["ofweights"]

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from gluon_mgpu.data_parallel.gluoncv import DataParallelCriterion, DataParallelModel
 from gluon_mgpu.errors import DeviceError, ShardError, StepError, TrainerError
+from gluon_mgpu.mxnet_internals.blocks import is_hybridized
+from gluon_mgpu.mxnet_internals.parameters import values_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -141,9 +143,9 @@ def test_parameters_that_are_there_already_stay_the_same_arrays(devices):
     trainer = mgpu.Trainer(module, "sgd", {"learning_rate": 0.1})
     X, y = small_batches([6])[0]
     mgpu.train_batch(module, LOSS, trainer, X, y)
-    before = [param._data for param in module.collect_params().values()]
+    before = [values_of(param) for param in module.collect_params().values()]
     net, criterion = DataParallelModel(module, devices), DataParallelCriterion(LOSS, devices)
-    assert all(param._data is data for param, data in zip(module.collect_params().values(), before))
+    assert all(values_of(param) is data for param, data in zip(module.collect_params().values(), before))
     with autograd.record():
         losses = criterion(net(X), y)
     trainer.backward(losses)
@@ -158,7 +160,7 @@ def test_what_it_has_not_it_takes_from_the_network(tmp_path):
     net(small_batches([4])[0][0])
     assert net.collect_params().keys() == module.collect_params().keys()
     net.hybridize()
-    assert module._active
+    assert is_hybridized(module)
     net.save_parameters(str(tmp_path / "net.params"))
     other = small_net(TWO)
     other.load_parameters(str(tmp_path / "net.params"), ctx=TWO)

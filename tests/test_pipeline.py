@@ -13,6 +13,8 @@ import pytest
 from gluon_mgpu.data_parallel.graph import trace
 from gluon_mgpu.data_parallel.stats_of_parts import StatsOfParts
 from gluon_mgpu.errors import DeviceError, StaleGradientError, TrainerError
+from gluon_mgpu.mxnet_internals.blocks import children
+from gluon_mgpu.mxnet_internals.parameters import is_fresh, structural_params
 from gluon_mgpu.pipeline.schedule import COSTS, SCHEDULES, simulate
 from gluon_mgpu.pipeline.split import _divide
 from gluon_mgpu.pipeline.stage import CutGraph
@@ -119,7 +121,7 @@ def test_skip_connections_and_tied_weights(arrays, num_stages, micro_batches, re
     found, trainer = trained(model, **bounds)
     assert largest_difference(found, alone) < 1e-6
     assert float(trainer.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-5)
-    tied = next(param for name, param in model._collect_params_with_prefix().items() if name == "first.weight")
+    tied = next(param for name, param in structural_params(model).items() if name == "first.weight")
     copies = [array.asnumpy() for array in tied.list_data()]
     assert len(copies) >= replicas
     assert all((copy == copies[0]).all() for copy in copies)
@@ -315,7 +317,7 @@ def test_python_that_asks_for_training_is_traced_for_training(hybridized, kind):
         net = kind()
         net.add(nn.Dense(16, activation="tanh"), nn.Dense(5), Asking())
         net.initialize(mx.init.One(), ctx=mx.cpu(0))
-        for block in (net, *net._children.values()) if hybridized else ():
+        for block in (net, *children(net)) if hybridized else ():
             if isinstance(block, nn.HybridBlock):
                 block.hybridize()
         return net
@@ -411,9 +413,8 @@ def test_running_statistics_move_by_the_mean_of_the_changes_of_all_parts(mean, w
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5 if mean == 0 else 2e-2)
 
 
-def test_statistics_are_taken_once_from_each_micro_batch(monkeypatch):
-    taken, take = [], StatsOfParts.take
-    monkeypatch.setattr(StatsOfParts, "take", lambda self, number: (taken.append(number), take(self, number))[1])
+def test_statistics_are_taken_once_from_each_micro_batch(calls_to):
+    taken = calls_to(StatsOfParts, "take", note=lambda name, self, number: number)
     in_parts(normalized(), batches((8,)), "micro-batches")
     assert taken == [2] * 4 * 2  # of two stages
 
@@ -653,7 +654,7 @@ def test_measuring_changes_nothing():
     mgpu.split_stages(net, 2, batches()[0][0])
     assert (mx.nd.random.uniform(shape=(4,)).asnumpy() == expected).all()
     assert largest_difference(values(net), before) == 0
-    assert not any(param.data()._fresh_grad for param in net.collect_params().values() if param.grad_req != "null")
+    assert not any(is_fresh(param.data()) for param in net.collect_params().values() if param.grad_req != "null")
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(1, 5))

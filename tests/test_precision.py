@@ -9,6 +9,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import DeviceError, TrainerError
+from gluon_mgpu.mxnet_internals.blocks import traced
 from gluon_mgpu.trainer.precision import can_compute_bf16, precision_of, reduce_precision, set_precision
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -73,7 +74,7 @@ def types_of(graph):
 @pytest.mark.parametrize("precision, flatten, dropout", [("bf16", "fp32", "fp32"), ("fp16", "fp16", "fp16")])
 def test_each_layer_gives_the_type_of_the_lists(precision, flatten, dropout, arrays):
     net = layers()
-    inputs, graph = net._get_graph(as_array(np.ones((2, 1, 6, 6), "float32")))
+    inputs, graph = traced(net, as_array(np.ones((2, 1, 6, 6), "float32")))
     assert types_of(graph) == ["fp32"] * 8
     found = types_of(reduce_precision(graph, precision, {}))
     #                conv       batchnorm  relu       pool                       dense      dense
@@ -116,7 +117,7 @@ def test_what_is_combined_has_the_wider_type(combined, kind, arrays):
     out = net(x)
     assert out.dtype == np.float32
     assert np.abs(out.asnumpy() - full).max() <= 4 * EPS * np.abs(full).max()
-    assert types_of(net._get_graph(x)[1])[-1] == kind
+    assert types_of(traced(net, x)[1])[-1] == kind
 
 
 def test_a_fully_connected_layer_is_that_of_rounded_numbers(arrays):

@@ -11,10 +11,10 @@ from gluon_mgpu.loop.predict import predict, predict_batches
 from gluon_mgpu.models.hybrid_block import new_parameter
 from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from mxnet import autograd, gluon
-from mxnet.base import _LIB
 from mxnet.gluon import nn
 
 from .conftest import HYBRIDIZE, initialized, sequential
+from .test_no_sync import waits  # noqa: F401  a fixture
 from .versions import nd
 
 
@@ -120,12 +120,8 @@ def test_no_more_than_max_inflight_batches_are_ahead(devices, max_inflight):
         assert len(drawn) == min(10, i + 1 + max_inflight)
 
 
-def test_it_waits_for_the_oldest_batch_alone(devices, monkeypatch):
+def test_it_waits_for_the_oldest_batch_alone(devices, waits):  # noqa: F811
     """Reading is all that waits: a copy a shard, first whether devices agree, and no earlier than the queue is full."""
-    waits = []
-    for name in ("MXNDArraySyncCopyToCPU", "MXNDArrayWaitToRead", "MXNDArrayWaitToWrite", "MXNDArrayWaitAll"):
-        function = getattr(_LIB, name)
-        monkeypatch.setattr(_LIB, name, lambda *args, name=name, function=function: waits.append(name) or function(*args))
     seen = []
     net = Calls(lambda x: seen.append(list(waits)) or x * 2, devices)
     predict(net, [np.ones(6)] * 5, max_inflight=3)
@@ -155,10 +151,9 @@ def test_what_it_holds_does_not_grow(devices, form):
 
 
 @pytest.mark.mxnet1("compiled passes")
-def test_a_few_batches_make_no_graph(devices, monkeypatch):
+def test_a_few_batches_make_no_graph(devices, calls_to):
     """MXNet never frees the text of one: a server that predicts each request by a call grew with each."""
-    net, made, tojson = linear_net(devices, {"static_alloc": True}), [], mx.sym.Symbol.tojson
-    monkeypatch.setattr(mx.sym.Symbol, "tojson", lambda symbol, **options: made.append(symbol) or tojson(symbol, **options))
+    net, made = linear_net(devices, {"static_alloc": True}), calls_to(mx.sym.Symbol, "tojson")
     for number, graphs in ((3, 0), (4, 1)):
         X = make_batches(*[5] * number)
         np.testing.assert_allclose(predict(net, X), in_numpy(net, np.concatenate(X)), rtol=1e-5)

@@ -99,26 +99,13 @@ def test_shards_are_those_of_split_batch_also_when_some_are_kept(arrays, devices
 # ---- loading
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """How often an array was written after a wait for a worker thread of the engine; and how often a batch was waited for."""
-    found = {"worker": 0, "batch": 0}
-    sync, unused = mx.nd.NDArray._sync_copyfrom, module.wait_until_unused
-
-    def count(name, function, *args):
-        found[name] += 1
-        return function(*args)
-
-    monkeypatch.setattr(mx.nd.NDArray, "_sync_copyfrom", lambda *args: count("worker", sync, *args))
-    monkeypatch.setattr(module, "wait_until_unused", lambda *args: count("batch", unused, *args))
-    return found
-
-
-def test_loading_waits_for_no_worker_thread_and_a_loop_that_runs_ahead_is_held_up(calls, devices):
+def test_loading_waits_for_no_worker_thread_and_a_loop_that_runs_ahead_is_held_up(calls_to, devices):
+    """Writing an array at once waits for a worker thread of the engine."""
+    synced, waited = calls_to(mx.nd.NDArray, "_sync_copyfrom"), calls_to(module, "wait_until_unused")
     mx.nd.waitall()
     for _ in prefetch(numbered(20, size=3), devices):
         pass
-    assert calls == {"worker": 0, "batch": (20 - NUM_HELD) * 2 * len(devices)}
+    assert (len(synced), len(waited)) == (0, (20 - NUM_HELD) * 2 * len(devices))
 
 
 def test_on_a_gpu_arrays_go_by_pinned_memory(monkeypatch, arrays):

@@ -441,24 +441,23 @@ def test_messages_of_any_length_come_back_and_too_long_ones_are_refused():
         group.all_gather_bytes(bytes(2**24 + 1))
 
 
-def test_weights_that_train_apart_are_refused(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.trainer.local_sgd.group", lambda: object())
+def test_weights_that_train_apart_are_refused(become):
+    become(object())
     net = mgpu.models.resnet18(2)
     with pytest.raises(mgpu.errors.TrainerError, match="several processes"):
         mgpu.LocalSGD(net, "sgd", every=2)
 
 
-def test_another_way_to_split_is_refused(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.data_parallel.plan.process_shard", lambda: (0, 2))
+def test_another_way_to_split_is_refused(become):
+    become()
     devices = mgpu.devices.resolve_devices("cpu*1")
     with pytest.raises(mgpu.errors.TrainerError, match="split_batch"):
         mgpu.eval_batch(gluon.nn.Dense(1), np.zeros((2, 1)), np.zeros(2), ctx=devices, split_f=lambda X, y, ctx: ([X], [y]))
 
 
-def test_the_units_of_micro_steps_are_those_of_their_losses(monkeypatch):
+def test_the_units_of_micro_steps_are_those_of_their_losses(become):
     """They were those of the first half of the batch, of which the first process had only a part in its micro-steps."""
-    for module in ("plan", "sharding"):
-        monkeypatch.setattr(f"gluon_mgpu.data_parallel.{module}.process_shard", lambda: (0, 2))
+    become()
     net, loss = gluon.nn.Dense(1, in_units=2), gluon.loss.L2Loss()
     net.initialize()
     loss.num_units = lambda y: int(np.count_nonzero(y))

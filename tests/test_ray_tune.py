@@ -16,7 +16,7 @@ import pytest
 from gluon_mgpu.errors import MissingExtraError, TrainerError
 from gluon_mgpu.tuning import ray_tune
 
-from .conftest import LOSS, initialized, largest_difference, small_batches, small_net, weights_of
+from .conftest import LOSS, initialized, largest_difference, small_batches, small_net, states_of, weights_of
 from .versions import nd
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "search_resnet18.py"
@@ -78,7 +78,7 @@ class AtBegin(mgpu.Callback):
 
 
 def momentum_of(trainer):
-    states = trainer._updaters[0].states
+    states = states_of(trainer)[0]
     return [states[index].asnumpy() for index in sorted(states)]
 
 

@@ -37,7 +37,7 @@ class FakeWriter:
 @pytest.fixture
 def writers(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=FakeWriter))
-    monkeypatch.setattr(FakeWriter, "made", [])
+    FakeWriter.made = []
     return FakeWriter.made
 
 
@@ -51,8 +51,8 @@ def test_a_resumed_run_continues_the_curves(writers, tmp_path):
     assert {step for _, _, step in writers[1].scalars} == {2 * len(data)}
 
 
-def test_only_the_first_process_writes(writers, monkeypatch, tmp_path):
-    monkeypatch.setattr("gluon_mgpu.loop.tensorboard.this_process", lambda: types.SimpleNamespace(rank=1))
+def test_only_the_first_process_writes(writers, become, tmp_path):
+    become(rank=1)
     train([mx.cpu()], callbacks=[mgpu.TensorBoard(tmp_path)])
     assert writers == []
 

@@ -233,7 +233,7 @@ def test_devices_of_one_number_count_their_updates_apart(monkeypatch):
                 patch.setattr(type(CTX[0]), "device_id", property(lambda _: 0, lambda *_: None), raising=False)
                 trainer.step(1)
         if trainer_class is gluon.Trainer:
-            assert is_mxnet2() or trainer._optimizer._all_index_update_counts == {0: {0: 6}}
+            assert is_mxnet2() or trainer.optimizer._all_index_update_counts == {0: {0: 6}}
         else:
             assert trainer.steps.update.counts() == {0: 3}
             assert mgpu.replica_difference(net) == 0.0

@@ -11,6 +11,8 @@ from gluon_mgpu.trainer.replica_check import ReplicaComparison
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
+from .test_checkpoint import BFLOAT16
+
 CONTEXTS = [mx.cpu(0), mx.cpu(1)]
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 X, Y = np.random.RandomState(0).normal(3, 2, (6, 4)).astype("float32") * np.arange(1, 7)[:, None], np.arange(6) % 3
@@ -89,9 +91,6 @@ def test_a_program_with_gluons_trainer_goes_on(caplog):
     with caplog.at_level(logging.WARNING, "gluon_mgpu"):
         mgpu.evaluate_accuracy_gpus(net, [(X, Y)])
     assert "evaluate: got other values of 1.running_mean" in caplog.text
-
-
-BFLOAT16 = pytest.param(mx.nd.ndarray._DTYPE_MX_TO_NP[12], marks=pytest.mark.mxnet1("bf16 and fp16"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int32", "bool", BFLOAT16], ids=str)

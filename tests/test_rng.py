@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from gluon_mgpu.checkpoint import snapshot
 from gluon_mgpu.checkpoint.random_state import draw_base, random_state, seed_of, set_random_state
-from gluon_mgpu.trainer import tree_sum
 from mxnet.gluon import nn
 
 
@@ -46,17 +45,16 @@ def test_the_base_follows_the_programs_seed():
 
 
 @pytest.mark.parametrize("draw_alike, virtual_shards", [(True, None), (False, None), (False, 2)])
-def test_a_checkpoint_keeps_the_numbers_of_processes_alike_or_apart(monkeypatch, draw_alike, virtual_shards):
+def test_a_checkpoint_keeps_the_numbers_of_processes_alike_or_apart(become, draw_alike, virtual_shards):
     """Each process went on with numbers of its own: they shuffled the data in other orders."""
     net = nn.Dense(1, in_units=1)
     net.initialize()
     trainer = mgpu.Trainer(net, "sgd", virtual_shards=virtual_shards)
     processes = SimpleNamespace(all_gather_bytes=lambda own: [own, own if draw_alike else b"7"])
-    monkeypatch.setattr(tree_sum, "group", lambda: processes)
     found = set()
     for rank in range(2):
-        monkeypatch.setattr(snapshot, "this_process", lambda rank=rank: SimpleNamespace(rank=rank))
+        become(processes, rank)
         mx.random.seed(0)
-        snapshot._reseeded(trainer, 3, None)
+        snapshot.take_snapshot(net, trainer)
         found.add(float(mx.nd.random.uniform(shape=1).asscalar()))
     assert len(found) == (1 if draw_alike or virtual_shards else 2)

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
-import types
+from unittest import mock
 
 import gluon_mgpu as mgpu
 import mxnet as mx
@@ -55,26 +55,10 @@ def test_without_mxnet_the_extras_are_named():
 
 
 @pytest.mark.parametrize(
-    "replaced, told",
+    "code, told",
     [
-        ({"mxnet": "3.0.0"}, "got mxnet 3.0.0; expected MXNet 1.9.1"),
-        ({"mxnet": "1.7.0"}, "got mxnet 1.7.0; expected MXNet 1.9.1"),
-    ],
-)
-def test_versions_that_do_not_fit(monkeypatch, replaced, told):
-    def fake(name):
-        module = types.ModuleType(name)
-        module.__version__ = replaced[name]
-        return module
-
-    monkeypatch.setattr(loaded.importlib, "import_module", fake)
-    with pytest.raises(ImportError, match=told):
-        loaded.load_mxnet()
-
-
-@pytest.mark.parametrize(
-    "error, told",
-    [
+        ("__version__ = '3.0.0'", "got mxnet 3.0.0; expected MXNet 1.9.1"),
+        ("__version__ = '1.7.0'", "got mxnet 1.7.0; expected MXNet 1.9.1"),
         (
             OSError("libgomp.so.1: cannot open shared object file: No such file or directory"),
             "apt-get install libgomp1 libquadmath0 zlib1g",
@@ -86,13 +70,10 @@ def test_versions_that_do_not_fit(monkeypatch, replaced, told):
         ),
     ],
 )
-def test_what_mxnet_needs_is_named(monkeypatch, error, told):
-    def fake(name):
-        if name == "mxnet":
-            raise error
-        return np
-
-    monkeypatch.setattr(loaded.importlib, "import_module", fake)
+def test_what_mxnet_needs_is_named(tmp_path, monkeypatch, code, told):
+    (tmp_path / "mxnet.py").write_text(code if isinstance(code, str) else f"raise {code!r}")
+    monkeypatch.delitem(sys.modules, "mxnet")
+    monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ImportError, match=told):
         loaded.load_mxnet()
 
@@ -100,13 +81,12 @@ def test_what_mxnet_needs_is_named(monkeypatch, error, told):
 @pytest.mark.parametrize(
     "environment, expected", [({}, "128"), ({"MXNET_CPU_TEMP_COPY": "8"}, "8"), ({"GLUON_MGPU_RUNTIME": "off"}, None)]
 )
-def test_settings_are_defaults_and_can_be_switched_off(monkeypatch, environment, expected):
-    monkeypatch.setattr(os, "environ", {**clean(**environment), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
-    monkeypatch.setattr(runtime, "set_here", set())
-    runtime.prepare()
-    assert os.environ.get("MXNET_CPU_TEMP_COPY") == expected
-    is_off = environment.get("GLUON_MGPU_RUNTIME") == "off"
-    assert os.environ.get("MXNET_GPU_PARALLEL_RAND_COPY") == (None if is_off else "1")
+def test_settings_are_defaults_and_can_be_switched_off(environment, expected):
+    with mock.patch.dict(os.environ, clean(**environment), clear=True):
+        runtime.prepare()
+        assert os.environ.get("MXNET_CPU_TEMP_COPY") == expected
+        is_off = environment.get("GLUON_MGPU_RUNTIME") == "off"
+        assert os.environ.get("MXNET_GPU_PARALLEL_RAND_COPY") == (None if is_off else "1")
 
 
 def test_an_extra_that_is_missing_is_named(tmp_path, monkeypatch):
@@ -190,15 +170,29 @@ NUMBERS = [({}, 7), ({"OMP_NUM_THREADS": "5"}, 0), ({"MXNET_OMP_MAX_THREADS": "5
 NUMBERS += [({"MXNET_ENGINE_TYPE": "ThreadedEngine"}, 0), ({"MXNET_ENGINE_TYPE": "ThreadedEnginePerDevice"}, 7)]
 
 
-@pytest.mark.parametrize("environment, number", NUMBERS)
-def test_the_number_of_threads_of_one_context(monkeypatch, environment, number):
-    """0 keeps MXNet's number, None asks for nothing."""
-    found = []
-    monkeypatch.setattr(os, "environ", clean(**environment))
-    monkeypatch.setattr(runtime, "num_cores", lambda: 7)
+@pytest.fixture
+def wanted(monkeypatch, cgroups):
+    """A function: how many threads one context gets of seven cores; None if none are asked for."""
+    found = [None]
     monkeypatch.setattr(openmp_threads, "set_threads", lambda contexts, *, alone: found.append(alone()))
-    runtime.set_threads([mx.cpu()])
-    assert found == [number] * (number is not None)
+    cgroups(7)
+    return lambda: (runtime.set_threads([mx.cpu()]), found[-1])[1]
+
+
+@pytest.mark.parametrize("environment, number", NUMBERS)
+def test_the_number_of_threads_of_one_context(wanted, environment, number):
+    """0 keeps MXNet's number, None asks for nothing."""
+    with mock.patch.dict(os.environ, clean(**environment), clear=True):
+        assert wanted() == number
+
+
+def test_one_thread_is_asked_for_within_a_block_only(wanted):
+    with mock.patch.dict(os.environ, clean(), clear=True):
+        with runtime.one_thread():
+            assert wanted() == 1
+        with runtime.one_thread(False):
+            assert wanted() == 7
+        assert wanted() == 7
 
 
 def test_several_workers_of_a_context_are_refused(monkeypatch):
@@ -214,17 +208,18 @@ def test_several_workers_of_a_context_are_refused(monkeypatch):
 
 @pytest.fixture
 def cgroups(tmp_path, monkeypatch):
-    """A function that writes the files of a cgroup tree, and what /proc/self/cgroup says."""
+    """A function that binds this process to cores, and writes what /proc/self/cgroup says and the files of a cgroup tree."""
 
-    def write(own, files):
+    def write(bound=8, own="", files=()):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(bound)))
         (tmp_path / "own").write_text(own)
-        for name, text in files.items():
+        for name, text in dict(files).items():
             path = tmp_path / "fs" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 
-    monkeypatch.setattr(openmp_threads, "_OWN_CGROUPS", str(tmp_path / "own"))
-    monkeypatch.setattr(openmp_threads, "_CGROUPS", str(tmp_path / "fs"))
+    for name, place in {"_OWN_CGROUPS": "own", "_CGROUPS": "fs"}.items():
+        monkeypatch.setattr(openmp_threads, name, str(tmp_path / place))
     return write
 
 
@@ -242,14 +237,13 @@ def cgroups(tmp_path, monkeypatch):
     ],
 )
 def test_quotas_are_read(cgroups, own, files, expected):
-    cgroups(own, files)
+    cgroups(8, own, files)
     assert openmp_threads.cpu_quota() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("quota, bound, expected", [(0.2, 8, 1), (1.0, 8, 1), (1.2, 8, 2), (7.5, 8, 8), (64, 8, 8), (3, 2, 2)])
-def test_cores_are_the_smaller_of_affinity_and_quota_rounded_up(cgroups, monkeypatch, quota, bound, expected):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(bound)))
-    cgroups("0::/\n", {"cpu.max": f"{int(quota * 100000)} 100000\n"})
+def test_cores_are_the_smaller_of_affinity_and_quota_rounded_up(cgroups, quota, bound, expected):
+    cgroups(bound, "0::/\n", {"cpu.max": f"{int(quota * 100000)} 100000\n"})
     assert runtime.num_cores() == expected
 
 
@@ -273,28 +267,20 @@ MALLOC = """
 GLIBC = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="the C library is not glibc")
 
 
+@pytest.mark.parametrize("given, found", [({}, "4"), ({"MXNET_CPU_TEMP_COPY": "128"}, "128")])
+def test_one_context_takes_few_buffers(given, found):
+    program = """
+        import os
+        from gluon_mgpu.runtime import environment
+        environment.prepare()
+        environment.set_one_context()
+        print(os.environ["MXNET_CPU_TEMP_COPY"])
+    """
+    assert run_clean(program, **given) == [found]
+
+
 @GLIBC
-@pytest.mark.parametrize("is_ours, found", [(True, "4"), (False, "128")])
-def test_one_context_takes_few_buffers(monkeypatch, is_ours, found):
-    monkeypatch.setattr(runtime, "set_here", {"MXNET_CPU_TEMP_COPY"} if is_ours else set())
-    monkeypatch.setenv("MXNET_CPU_TEMP_COPY", "128")
-    runtime.set_one_context()
-    assert os.environ["MXNET_CPU_TEMP_COPY"] == found
-
-
 def test_large_arrays_come_from_memory_that_malloc_keeps(plain):
     mapped, values = plain[:2]
     assert mapped == "False False"
     assert values == "[('0', 'gluon_mgpu'), ('never', 'gluon_mgpu')]"
-
-
-# Settings
-
-
-def test_one_thread_is_asked_for_within_a_block_only():
-    before = runtime._threads_alone()
-    with runtime.one_thread():
-        assert runtime._threads_alone() == 1
-    with runtime.one_thread(False):
-        assert runtime._threads_alone() == before
-    assert runtime._threads_alone() == before

@@ -12,7 +12,7 @@ from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import LOSS, cpus, sequential, small_batches, small_net, weights_of
+from .conftest import LOSS, cpus, sequential, small_batches, small_net, states_of, weights_of
 from .versions import nd, set_params
 from .worlds import Scale
 
@@ -59,7 +59,7 @@ def compare(story, num_devices=3, **options):
 
 def assert_one_owner_each(trainer):
     """Each state is on one device, and every device has some."""
-    held = [set(updater.states) for updater in trainer._updaters]
+    held = list(map(set, states_of(trainer)))
     assert sum(map(len, held)) == len(set().union(*held)) > 0
     if len(held) > 1:
         assert sum(map(bool, held)) > 1
@@ -139,7 +139,7 @@ def test_a_parameter_that_is_frozen_and_trained_again_keeps_its_states(optimizer
         moved.append(sum(owner != before[index] for index, owner in owners(trainer).items()))
 
     def owners(trainer):
-        return {index: i for i, updater in enumerate(trainer._updaters) for index in updater.states}
+        return {index: i for i, states in enumerate(states_of(trainer)) for index in states}
 
     moved = []
     name, params = OPTIMIZERS[optimizer]
@@ -179,7 +179,7 @@ def test_several_dtypes_and_sparse_gradients():
             trainer.step(3)
         found.append(everywhere(net))
     assert_equal_bits(found[1], found[0])
-    assert [set(updater.states) for updater in trainer._updaters] == [{0, 1, 2}, {0, 3}, {0, 4}]  # the embedding's are on all
+    assert list(map(set, states_of(trainer))) == [{0, 1, 2}, {0, 3}, {0, 4}]  # the embedding's are on all
 
 
 @pytest.mark.pairwise
@@ -339,4 +339,4 @@ def test_a_parameter_that_is_trained_later_goes_where_least_is():
     for grad_req in ("null", "write"):
         net[0].weight.grad_req = grad_req
         mgpu.train_batch(net, gluon.loss.L2Loss(), trainer, nd.ones((2, 16)), nd.zeros((2, 2)))
-    assert [sorted(one.states) for one in trainer._updaters] == [[1], [0]]
+    assert list(map(sorted, states_of(trainer))) == [[1], [0]]

@@ -107,12 +107,9 @@ def test_plain_numbers_train_as_arrays_do(options):
     np.testing.assert_array_equal(*found)
 
 
-def test_host_arrays_are_sliced_on_the_host(monkeypatch):
+def test_host_arrays_are_sliced_on_the_host(calls_to):
     """What goes to a device is the shard, not the batch: no array of the batch's size is made."""
-    made = []
-    module = mx.np if is_mxnet2() else mx.nd
-    array = module.array
-    monkeypatch.setattr(module, "array", lambda data, **options: made.append(data.shape) or array(data, **options))
+    made = calls_to(mx.np if is_mxnet2() else mx.nd, "array", note=lambda name, data, **options: data.shape)
     mgpu.split_and_load(np.zeros((5, 3), "float32"), CTX[:2], even_split=False)
     assert made == [(3, 3), (2, 3)]
 
@@ -237,7 +234,7 @@ def test_what_is_no_array_is_named_by_its_place():
         mgpu.split_and_load((np.zeros(4), np.zeros(4)), CTX[:2], batch_axis=(0, 0, 0))
 
 
-def test_weights_divide_each_processes_part(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.data_parallel.sharding.process_shard", lambda: (1, 2))
+def test_weights_divide_each_processes_part(become):
+    become(rank=1)
     shards = mgpu.split_and_load(np.arange(8), CTX[:2], weights=[1, 3])
     assert [shard.asnumpy().tolist() for shard in shards] == [[4], [5, 6, 7]]

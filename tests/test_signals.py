@@ -1,31 +1,23 @@
 """Ctrl-C and SIGTERM: which step processes agree on, when a second signal counts, and what is saved."""
 
+import multiprocessing
 import os
 import signal
-import threading
 import time
+from functools import partial
 
 import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.distributed.launcher.supervisor import Signals
-from gluon_mgpu.loop import stop_signals as signals
 from gluon_mgpu.loop.stop_signals import CaughtSignal, Requeue, StopVote, Terminated, catch_signals
+from gluon_mgpu.mxnet_internals.parameters import structural_params
 
 from .test_fit import LOSS, Recorder, batches_of, make_net, make_trainer, three_clouds, train
 from .test_launch import mark
 
 __all__ = ["mark"]  # a fixture
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that a test sets."""
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    return now
 
 
 class Ranks:
@@ -48,9 +40,9 @@ class Ranks:
         ([0.1, 0.125], [1, 3, 7, 11, 15]),  # 4 steps are half a second
     ],
 )
-def test_processes_ask_each_other_about_every_half_second(monkeypatch, steps_s, asked_after):
+def test_processes_ask_each_other_about_every_half_second(become, steps_s, asked_after):
     ranks = Ranks(steps_s)
-    monkeypatch.setattr(signals, "group", lambda: ranks)
+    become(ranks)
     vote, found = StopVote(), []
     for step in range(1, asked_after[-1] + 1):
         before = ranks.num_asked
@@ -59,9 +51,9 @@ def test_processes_ask_each_other_about_every_half_second(monkeypatch, steps_s, 
     assert found == asked_after
 
 
-def test_processes_do_not_ask_in_the_middle_of_a_group(monkeypatch):
+def test_processes_do_not_ask_in_the_middle_of_a_group(become):
     """Asked after steps that are a multiple of 16 only, groups of 7 would stop after 112 steps."""
-    monkeypatch.setattr(signals, "group", lambda: Ranks([0.001, 0.001]))
+    become(Ranks([0.001, 0.001]))
     vote = StopVote()
     stopped = [step for step in range(1, 57) if vote.after_step(signal.SIGTERM, may_stop=step % 7 == 0)]
     assert stopped == [7, 14, 21, 35, 56]  # where the interval is at most 2, 4, 8, 16 steps
@@ -104,8 +96,8 @@ def test_sigterm_and_sigusr1_save_and_end_with_their_code(defaults, devices, tmp
         mgpu.train_batch(by_hand, LOSS, trainer, *pair)
     loaded = make_net(devices)
     assert mgpu.load_checkpoint(loaded, tmp_path / "last", make_trainer(loaded))["epoch"] == 1
-    for name, param in loaded._collect_params_with_prefix().items():
-        expected = by_hand._collect_params_with_prefix()[name].data(devices[0]).asnumpy()
+    for name, param in structural_params(loaded).items():
+        expected = structural_params(by_hand)[name].data(devices[0]).asnumpy()
         assert (param.data(devices[0]).asnumpy() == expected).all()
 
 
@@ -126,54 +118,68 @@ def test_a_signal_that_comes_when_all_is_done_still_ends_the_program(defaults, s
     assert recorder.state.history.stopped == ""
 
 
-@pytest.mark.parametrize("way", ["a second SIGTERM", "a fork"])
-def test_what_ends_at_once(defaults, clock, monkeypatch, way):
-    """A DataLoader ends its workers by SIGTERM; forked within `fit`, they have its handler."""
-    killed = []
-    monkeypatch.setattr(os, "kill", lambda pid, signum: killed.append((signum, signal.getsignal(signum))))
+@pytest.fixture
+def killed(monkeypatch):
+    """The signals by which this process would have ended itself, and their handlers."""
+    found = []
+    monkeypatch.setattr(os, "kill", lambda pid, signum: found.append((signum, signal.getsignal(signum))))
+    return found
+
+
+def test_a_second_sigterm_ends_at_once(defaults, clock, killed):
     caught = CaughtSignal()
     with catch_signals(caught):
-        if way == "a fork":
-            caught._pid = 1
-        else:
-            caught.handle(signal.SIGTERM, None)
-            clock[0] += 0.4
-            caught.handle(signal.SIGTERM, None)
-            assert killed == []
-            clock[0] += 0.2
+        caught.handle(signal.SIGTERM, None)
+        clock[0] += 0.4
+        caught.handle(signal.SIGTERM, None)
+        assert killed == []
+        clock[0] += 0.2
         caught.handle(signal.SIGTERM, None)
         assert killed == [(signal.SIGTERM, signal.SIG_DFL)]
         caught.signum = 0
 
 
-def test_the_time_limit_after_sigusr1_leaves_time_to_save(defaults, clock, monkeypatch):
+def exit_code(function):
+    """That of a forked process that runs a function."""
+    child = multiprocessing.get_context("fork").Process(target=function)
+    child.start()
+    child.join(60)
+    return child.exitcode
+
+
+def test_a_fork_ends_at_once(defaults):
+    """A DataLoader ends its workers by SIGTERM; forked within `fit`, they have its handler."""
+    with catch_signals(CaughtSignal()):
+        assert exit_code(lambda: signal.raise_signal(signal.SIGTERM)) == -signal.SIGTERM
+        assert exit_code(lambda: signal.raise_signal(signal.SIGINT)) == 0  # the parent stops for it
+
+
+def test_the_time_limit_after_sigusr1_leaves_time_to_save(defaults, clock, killed):
     """Slurm sends SIGTERM at the time limit, two minutes after --signal=USR1@120: a large checkpoint may still be written."""
-    killed = []
-    monkeypatch.setattr(os, "kill", lambda pid, signum: killed.append(signum))
     caught = CaughtSignal()
-    with catch_signals(caught), Signals() as signals:
+    with catch_signals(caught), Signals() as launcher:
         for signum, wait_s in [(signal.SIGUSR1, 1.0), (signal.SIGUSR1, 120.0), (signal.SIGTERM, 0.2), (signal.SIGTERM, 1.0)]:
             caught.handle(signum, None)
-            signals._note(signum, None)
+            signal.raise_signal(signum)  # to the launcher
             clock[0] += wait_s
         assert (caught.signum, killed) == (signal.SIGUSR1, [])
-        assert (signals.first, signals.take()) == (signal.SIGUSR1, [signal.SIGUSR1, signal.SIGTERM])
+        assert (launcher.first, launcher.take()) == (signal.SIGUSR1, [signal.SIGUSR1, signal.SIGTERM])
+        signal.raise_signal(signal.SIGTERM)
         caught.handle(signal.SIGTERM, None)
-        signals._note(signal.SIGTERM, None)
-        assert (killed, signals.take()) == ([signal.SIGTERM], [signal.SIGKILL])
+        assert ([signum for signum, _ in killed], launcher.take()) == ([signal.SIGTERM], [signal.SIGKILL])
         caught.signum = 0
 
 
 def test_a_launcher_that_has_ended_ends_nothing_later(monkeypatch):
     """After a second signal, a launcher whose output nobody reads is ended; not the process that has run it to its end."""
-    ended = threading.Event()
     monkeypatch.setattr("gluon_mgpu.distributed.launcher.supervisor._LATE_S", 0.2)
-    monkeypatch.setattr("gluon_mgpu.distributed.launcher.supervisor._end_late", lambda code: ended.set())
-    with Signals() as signals:
-        signals._note(signal.SIGINT, None)
-        signals._note(signal.SIGINT, None)
-    assert not ended.wait(0.5)
-    with Signals() as signals:
-        signals._note(signal.SIGINT, None)
-        signals._note(signal.SIGINT, None)
-        assert ended.wait(10)
+
+    def interrupt(late_s=0.0, after_s=0.0):
+        with Signals():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(late_s)
+        time.sleep(after_s)
+
+    assert exit_code(partial(interrupt, after_s=0.5)) == 0
+    assert exit_code(partial(interrupt, late_s=60.0)) == 130

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from types import SimpleNamespace
 
 import gluon_mgpu as mgpu
@@ -26,14 +27,8 @@ program = CommandGroup("gluon-mgpu", commands={"train": train_seq2seq, "translat
 
 
 @pytest.fixture(autouse=True)
-def without_sacrebleu(without_pictures, monkeypatch):
-    """As with the extra `train` alone; what sacrebleu says, and the pictures, are tested elsewhere."""
-    hide_sacrebleu(monkeypatch)
-
-
-def hide_sacrebleu(monkeypatch):
-    for module in ("cli.train_seq2seq", "models.seq2seq.translation_scores"):
-        monkeypatch.setattr(f"gluon_mgpu.{module}.has_sacrebleu", lambda: False)
+def exact_match_alone(without_pictures, without_sacrebleu):
+    """What sacrebleu says, and the pictures, are tested elsewhere."""
 
 
 @pytest.fixture
@@ -41,14 +36,14 @@ def tsv(tmp_path):
     return write_tsv(tmp_path)
 
 
-def write_tsv(folder):
-    """50 pairs of one to four digits read out: English, tab, Korean, tab, a note."""
+def write_tsv(folder, num_pairs=50):
+    """Pairs of one to four digits read out: English, tab, Korean, tab, a note."""
     rng = np.random.RandomState(0)
-    numbers = {tuple(rng.randint(0, 10, rng.randint(1, 5)).tolist()) for _ in range(200)}
+    numbers = {tuple(rng.randint(0, 10, rng.randint(1, 5)).tolist()) for _ in range(4 * num_pairs)}
     lines = [" ".join(ENGLISH[d] for d in one) + "\t" + " ".join(KOREAN[d] for d in one) + "\tnote" for one in sorted(numbers)]
     path = folder / "numbers.tsv"
-    path.write_text("\n".join(lines[::2][:50]) + "\n", encoding="utf-8")
-    assert len(path.read_text(encoding="utf-8").splitlines()) == 50
+    path.write_text("\n".join(lines[:: len(lines) // num_pairs][:num_pairs]) + "\n", encoding="utf-8")
+    assert len(path.read_text(encoding="utf-8").splitlines()) == num_pairs
     return path
 
 
@@ -80,7 +75,7 @@ def model(tmp_path_factory):
     """A translator that has hardly learnt, for tests that only read it."""
     folder = tmp_path_factory.mktemp("model")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        hide_sacrebleu(monkeypatch)
+        monkeypatch.setitem(sys.modules, "sacrebleu", None)
         train(write_tsv(folder), folder / "run", "--epochs", "2", "--lr", "0.02", "--dropout", "0")
     return folder / "run" / "best"
 
@@ -109,11 +104,11 @@ def test_training_tells_and_writes(tsv, tmp_path):
     assert load_translator(out / "best").options["hidden_size"] == 12
 
 
-def test_the_network_grows_with_the_corpus(tsv, tmp_path, monkeypatch):
-    for many, told in ((41, "128 units, dropout 0.2"), (40, "256 units, dropout 0.3")):
-        monkeypatch.setattr("gluon_mgpu.cli.train_seq2seq._MANY_PAIRS", many)
-        options = ["--data", tsv, "--held-out", "5", *WORDS, "--epochs", "1", "--limit-batches", "1", "--devices", "cpu*1"]
-        assert told in run("train", *options, "--output", tmp_path / str(many))
+def test_the_network_grows_with_the_corpus(tmp_path):
+    for num_train, told in ((2999, "128 units, dropout 0.2"), (3000, "256 units, dropout 0.3")):
+        data = write_tsv(tmp_path, num_train + 2)
+        options = ["--data", data, "--held-out", "1", *WORDS, "--epochs", "1", "--limit-batches", "1", "--devices", "cpu*1"]
+        assert told in run("train", *options, "--output", tmp_path / str(num_train))
 
 
 def test_the_other_direction(tsv, tmp_path):
@@ -209,13 +204,14 @@ def test_lines_come_back_in_their_order(model, tmp_path):
     assert wanted[1] == ""
 
 
-def test_long_inputs_are_translated_in_parts(model, monkeypatch):
-    texts = [f"{one} {other}" for one in ENGLISH for other in ENGLISH[:2]]
-    whole = translated("--model", model, "--devices", "cpu*1", "--beam", "1", "--n-best", "1", input="\n".join(texts))
-    monkeypatch.setattr("gluon_mgpu.cli.translate._AT_ONCE", 7)
-    assert translated("--model", model, "--devices", "cpu*1", "--beam", "1", input="\n".join(texts)) == whole
-    numbered = translated("--model", model, "--devices", "cpu*1", "--beam", "2", "--n-best", "2", input="\n".join(texts))
-    assert [line.split("\t")[0] for line in numbered.splitlines()] == [str(i) for i in range(1, 21) for _ in range(2)]
+def test_long_inputs_are_translated_in_parts(model):
+    """Of 1024 lines."""
+    texts = [f"{one} {other}" for one in ENGLISH for other in ENGLISH]
+    wanted = load_translator(model).best(texts, beam_size=1) * 11
+    long = translated("--model", model, "--devices", "cpu*1", "--beam", "1", input="\n".join(texts * 11))
+    assert long.splitlines() == wanted
+    numbered = translated("--model", model, "--devices", "cpu*1", "--beam", "2", "--n-best", "2", input="\n".join(texts * 11))
+    assert [line.split("\t")[0] for line in numbered.splitlines()] == [str(i) for i in range(1, 1101) for _ in range(2)]
 
 
 def test_n_best_and_scores(model):
@@ -239,7 +235,8 @@ def test_the_search_of_the_best_validation_score_is_used(model, tmp_path, monkey
     def translate(self, texts, *, beam_size, **options):
         search = beam_size, options.get("length_ratio", self.length_ratio)
         asked.append(search)
-        return [[TranslatedText(text if search == good else "wrong", 0.0, [], [])] for text in texts]
+        right = {"one": "일 이", "two": "이"}
+        return [[TranslatedText(right[text] if search == good else "wrong", 0.0, [], [])] for text in texts]
 
     shutil.copytree(model, tmp_path / "best")
     shutil.copytree(model, tmp_path / "last")
@@ -247,12 +244,11 @@ def test_the_search_of_the_best_validation_score_is_used(model, tmp_path, monkey
     pairs = mgpu.data.SentencePairs(("one", "two"), ("일 이", "이"))  # 5 target tokens to 4, with the ends
     best = load_translator(tmp_path / "best")
     corpus, options = Corpus("pairs", pairs, pairs, pairs), SimpleNamespace(data=(), output=tmp_path)
-    monkeypatch.setattr("gluon_mgpu.cli.train_seq2seq.translation_scores", lambda texts, _: {"exact_match": texts.count("one")})
     assert _choose_search(best, corpus, options) == words
     beam, ratio = good
     for folder in ("best", "last"):
         arguments = ["--model", tmp_path / folder, "--devices", "cpu*1"]
-        assert translated(*arguments, input="one").endswith("one\n")
+        assert translated(*arguments, input="one").endswith("일 이\n")
         assert translated(*arguments, "--n-best", "3", input="one").startswith("1\t")
         assert translated(*arguments, "--beam", "2", input="one").endswith("wrong\n")
         assert asked == [(5, None), (5, 1.25), (1, None), good, (max(3, beam), ratio), (2, ratio)]

@@ -31,8 +31,7 @@ def test_exact_match_counts_whole_sentences():
     assert exact_match([unicodedata.normalize("NFD", "세 시")], ["세 시"]) == 1
 
 
-def test_without_sacrebleu_there_is_the_exact_match(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.models.seq2seq.translation_scores.has_sacrebleu", lambda: False)
+def test_without_sacrebleu_there_is_the_exact_match(without_sacrebleu):
     assert translation_scores(["a", "b", "c", "e"], ["a", "b", "c", "d"]) == {"exact_match": 75.0}
 
 
@@ -51,7 +50,7 @@ def test_signatures_say_how_scores_were_computed(monkeypatch):
             f"nrefs:1|case:mixed|eff:no|tok:{tokenize}|smooth:exp|version:{sacrebleu.__version__}"
         )
         assert signatures["chrf"].startswith("nrefs:1|case:mixed|eff:yes|nc:6|nw:0|")
-    monkeypatch.setattr("gluon_mgpu.models.seq2seq.translation_scores.has_sacrebleu", lambda: False)
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
     assert score_signatures(KOREAN) == {}
 
 

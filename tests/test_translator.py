@@ -10,6 +10,7 @@ from gluon_mgpu.data import EOS, SentencePairs, build_vocabulary
 from gluon_mgpu.errors import StateError, TrainerError
 from gluon_mgpu.models.seq2seq.beam_search import translate
 from gluon_mgpu.models.seq2seq.translator import Translator, load_translator
+from gluon_mgpu.mxnet_internals.parameters import structural_params
 
 from .conftest import mostly_two
 
@@ -34,7 +35,7 @@ def trained(translator):
 
 
 def weights(translator):
-    params = translator.net._collect_params_with_prefix()
+    params = structural_params(translator.net)
     return {name: param.list_data()[0].asnumpy() for name, param in params.items()}
 
 

@@ -13,16 +13,13 @@ from gluon_mgpu.models.seq2seq.translator import load_translator
 
 from .test_translator import PAIRS, made
 
-SCORES = "gluon_mgpu.models.seq2seq.translation_scores.has_sacrebleu"
-
 
 def state_of(translator, rows, **more):
     trainer = mgpu.Trainer(translator.net, "sgd", {"learning_rate": 0.1})
     return FitState(translator.net, trainer, 9, 4, epoch=len(rows), history=History(rows), tests=True, **more)
 
 
-def test_validation_adds_what_share_is_right(monkeypatch):
-    monkeypatch.setattr(SCORES, lambda: False)
+def test_validation_adds_what_share_is_right(without_sacrebleu):
     translator = made()
     said = translator.best(PAIRS.source)
     pairs = SentencePairs(PAIRS.source, [*said[:3], said[3] + " more"])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gluon_mgpu.data import ArrayLoader
 from gluon_mgpu.errors import ModesError, ReplicaError, StaleGradientError, StateError, TrainerError
+from gluon_mgpu.mxnet_internals.parameters import structural_params
 from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from gluon_mgpu.trainer.precision import can_compute_bf16
 from gluon_mgpu.trainer.tree_sum import TreeSum, VirtualShards, complete_parts
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from mxnet import gluon
 from mxnet.gluon import nn, rnn
 
-from .conftest import LOSS, as_array, cpus, initialized, sequential
+from .conftest import LOSS, as_array, cpus, initialized, sequential, states_of
 from .test_resume import KilledAfter, KilledError
 from .versions import COMPILED, nd, set_params
 
@@ -62,7 +63,7 @@ def digest(net, trainer, *more):
     found = set()
     for context in trainer.contexts:
         bits = hashlib.sha256()
-        for param in net._collect_params_with_prefix().values():
+        for param in structural_params(net).values():
             bits.update(param.data(context).asnumpy().tobytes())
         for _, state in sorted(trainer.steps.update.states().items()):
             for array in state if isinstance(state, (list, tuple)) else [state]:
@@ -281,11 +282,12 @@ def checked(num_devices, every, shards=None):
 
 def choose(net, trainer, replica, rng):
     """A weight or a state of a replica."""
-    indices = [index for index, param in enumerate(trainer._params) if param.grad_req != "null"]
+    params = list(net.collect_params().values())
+    indices = [index for index, param in enumerate(params) if param.grad_req != "null"]
     index = indices[rng.randint(len(indices))]
     if rng.randint(2):
-        return trainer._params[index].data(trainer.contexts[replica])
-    return trainer._updaters[replica].states[index]
+        return params[index].data(trainer.contexts[replica])
+    return states_of(trainer)[replica][index]
 
 
 @pytest.mark.each_value

@@ -289,6 +289,11 @@ def as_array(values, ctx=None, dtype=None):
     return (mx.np.array if mx.util.is_np_array() else mx.nd.array)(values, ctx=ctx, dtype=dtype or values.dtype)
 
 
+def set_fresh(array, is_fresh=True):
+    """Let MXNet note that a backward pass has written an array's gradient, or that a trainer has used it."""
+    array._fresh_grad = is_fresh
+
+
 def states_of(trainer):
     """The optimizer's states on each device, by parameter number; of a Gluon trainer as well."""
     return [updater.states for updater in trainer._updaters]

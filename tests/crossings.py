@@ -8,7 +8,7 @@ import numpy as np
 from gluon_mgpu.mxnet_internals.parameters import is_fresh
 from mxnet import autograd, gluon
 
-from .conftest import states_of
+from .conftest import set_fresh, states_of
 from .crossing_nets import MOMENTUM, load, make_generator, make_net, shortened
 
 OPTIMIZERS = {  # a large epsilon, so that rounding does not grow where gradients are near 0
@@ -231,7 +231,7 @@ class Plain(World):
             for name, param in {} if owner is None else self.trained(owner).items():
                 if is_fresh(param.data()):
                     sums[name] = sums.get(name, 0) + param.grad().asnumpy().astype("float64")
-                    param.data()._fresh_grad = False
+                    set_fresh(param.data(), False)
 
     def statistics_of(self, name):
         """Return a layer's running mean and variance."""
@@ -279,7 +279,7 @@ class Plain(World):
         bound = np.inf if self.program.clip_value is None else self.program.clip_value
         for name, one in mean.items():
             trained[name].grad()[:] = size * np.clip(one * factor, -bound, bound)
-            trained[name].data()._fresh_grad = True
+            set_fresh(trained[name].data())
         self.trainers[at].step(size, ignore_stale_grad=ignore_stale)
 
     def average_networks(self):
@@ -311,7 +311,7 @@ class Plain(World):
             self.average_statistics()
         for name, param in self.generator.collect_params().items():
             param.grad()[:] = self.generator_sums[name]
-            param.data()._fresh_grad = True
+            set_fresh(param.data())
         self.generator_trainer.step(size)
 
     def dropped(self, size, generator=None):

@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import sys
+from contextlib import redirect_stdout
 from types import SimpleNamespace
 
 import gluon_mgpu as mgpu
@@ -146,15 +147,15 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys):
         )
 
 
-def test_progress_tells_of_a_long_epoch(capsys, monkeypatch, report_every):
+def test_progress_tells_of_a_long_epoch(capsys, report_every):
     report_every(batches=1)
     train([mgpu.Progress(every_s=0)], epochs=2, num_batches=2)
     lines = capsys.readouterr().out.splitlines()
     found = [re.match(r"(epoch 1/2  batch ./2)  \d+ examples/s  \d+:\d\d left  accuracy ", line) for line in lines]
     assert [one.group(1) for one in filter(None, found)][:2] == ["epoch 1/2  batch 1/2", "epoch 1/2  batch 2/2"]
     assert sum("evaluates batch 1" in line for line in lines) == 4
-    monkeypatch.setattr(sys, "stdout", None)  # which a shell's >&- leaves
-    train([mgpu.Progress(every_s=0)], epochs=1, num_batches=2)
+    with redirect_stdout(None):  # which a shell's >&- leaves
+        train([mgpu.Progress(every_s=0)], epochs=1, num_batches=2)
 
 
 def test_fit_shows_progress_unless_told_otherwise(capsys):
@@ -164,17 +165,23 @@ def test_fit_shows_progress_unless_told_otherwise(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_progress_is_written_to_an_object_that_can_only_write(monkeypatch):
+def test_progress_is_written_to_an_object_that_can_only_write():
     """Programs put one in the place of standard output, to copy it to a file."""
     written = []
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append, flush=bool))
-    train(None, epochs=1)
+    with redirect_stdout(SimpleNamespace(write=written.append, flush=bool)):
+        train(None, epochs=1)
     assert "\nepoch 1/1  train accuracy " in "".join(written)
 
 
-def test_progress_is_a_line_that_changes_on_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+@pytest.fixture
+def become_terminal(monkeypatch):
+    """A function that turns standard output into a terminal of 60 columns."""
     monkeypatch.setenv("COLUMNS", "60")
+    return lambda: monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+
+
+def test_progress_is_a_line_that_changes_on_a_terminal(capsys, become_terminal):
+    become_terminal()
     history = train([mgpu.Progress("images")], epochs=2, test_iter=make_batches(1))
     *lines, last = capsys.readouterr().out.split("\n")
     assert len(lines) == 4 and last == ""
@@ -186,8 +193,8 @@ def test_progress_is_a_line_that_changes_on_a_terminal(capsys, monkeypatch):
         assert finished.endswith(f"  {row['examples_per_s']:.0f} images/s  {row['seconds']:.1f} s")
 
 
-def test_the_line_ends_when_training_fails(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+def test_the_line_ends_when_training_fails(capsys, become_terminal):
+    become_terminal()
 
     class Broken(mgpu.Callback):
         def on_report(self, state, progress):

@@ -549,21 +549,19 @@ def test_graphs_that_would_not_be_the_network_are_refused(net, loss, told):
         trace(net, loss, mx.nd.ones((2, 3)), mx.nd.ones((2, 3)))
 
 
-def test_the_environment_is_not_moved_while_operators_read_it(monkeypatch):
+def test_the_environment_is_not_moved_while_operators_read_it(monkeypatch, calls_to):
     """Recurrent operators read it in the engine's threads. A run whose graphs were bound again and again ended in a crash."""
     monkeypatch.delenv("MXNET_SUBGRAPH_VERBOSE", raising=False)
-    added, waits = [], []
     place = os if sys.version_info >= (3, 9) else os.environ
-    monkeypatch.setattr(place, "unsetenv", lambda name: pytest.fail(f"{name} was removed"))
-    monkeypatch.setattr(place, "putenv", lambda name, value: added.append((name.decode(), value.decode())))
-    monkeypatch.setattr(mx.nd, "waitall", lambda: waits.append(len(added)))
+    removed = calls_to(place, "unsetenv")
+    added = calls_to(place, "putenv", note=lambda _, name, value: (name.decode(), value.decode()))
+    waits = calls_to(mx.nd, "waitall", note=lambda name: len(added))
     for _ in range(2):
         with environment_with({"MXNET_SUBGRAPH_VERBOSE": "0"}):
             assert os.environ["MXNET_SUBGRAPH_VERBOSE"] == "0"
         assert os.environ["MXNET_SUBGRAPH_VERBOSE"] == ""
     assert added == [("MXNET_SUBGRAPH_VERBOSE", value) for value in ("0", "", "0", "")]
-    assert waits == [0]  # before the first was added
-    monkeypatch.undo()
+    assert (waits, removed) == ([0], [])  # before the first was added
 
 
 def test_what_mxnet_reads_when_it_binds_a_graph_is_put_back(monkeypatch):

@@ -22,13 +22,14 @@ from gluon_mgpu.doctor.settings import Setting
 from gluon_mgpu.runtime import environment
 from gluon_mgpu.runtime.nvidia.nvml import Driver, Gpu, GpuProcess
 
-from .fake_nvml import install
+from .fake_nvml import FakeGpu, install, v100s
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
 A100 = Gpu(1, "GPU-8", "NVIDIA A100", "00000000:47:00.0", 40 * GIB, GIB, 39 * GIB, 5, 40, 60.0, (), (8, 0), ())
 MIG = replace(A100, mig_enabled=True)
-NO_FAULT = {**report._NOTHING, "version": "1.9.1", "features": ["CUDA"], "problems": []}
+NO_FAULT = dict.fromkeys(("libraries", "devices", "trained", "settings", "thread_pools", "problems"), ())
+NO_FAULT.update(version="1.9.1", features=["CUDA"])
 
 
 @pytest.fixture(autouse=True)
@@ -63,10 +64,11 @@ def doctor(*arguments, exit_code=0):
 
 def test_a_driver_matters_only_where_one_is_needed(monkeypatch):
     why = "nvml: got no driver; expected a working driver. Install it."
-    monkeypatch.setattr("gluon_mgpu.doctor.gpu_checks._SIGNS", ("/no/such/file",))
+    signs = ["/no/such/file"]
+    monkeypatch.setattr("gluon_mgpu.doctor.gpu_checks._SIGNS", signs)
     assert check_driver(None, why, has_cuda=False) == []
     one(check_driver(None, why, has_cuda=True), "got no driver", "Expected a working driver. Install it.")
-    monkeypatch.setattr("gluon_mgpu.doctor.gpu_checks._SIGNS", ("/proc",))
+    signs[:] = ["/proc"]
     one(check_driver(None, "it hangs", has_cuda=False), "it hangs", "nvidia-smi")
 
 
@@ -109,16 +111,26 @@ def test_what_pip_says_of_numpy_2_is_explained(numpy, said):
     assert ("numpy<2" in dict(replace(examine(), packages=packages).rows()).get("pip check", "")) == said
 
 
-def test_the_versions_are_those_that_are_imported(tmp_path, monkeypatch):
-    (tmp_path / "numpy-9.9.dist-info").mkdir()
-    (tmp_path / "numpy-9.9.dist-info" / "METADATA").write_text("Name: numpy\nVersion: 9.9\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A function that puts a package's metadata before what is installed."""
+
+    def put(name, *lines):
+        (tmp_path / f"{name}-9.9.dist-info").mkdir()
+        (tmp_path / f"{name}-9.9.dist-info" / "METADATA").write_text("\n".join([f"Name: {name}", "Version: 9.9", *lines]))
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    return put
+
+
+def test_the_versions_are_those_that_are_imported(installed):
+    installed("numpy")
     assert inspect_packages().versions["numpy"] == metadata.version("numpy") == "9.9"
 
 
 @pytest.mark.parametrize("line", ['psutil>=5; extra == "monitor"', "psutil >=5 ; (os_name == 'posix') and extra == 'monitor'"])
-def test_the_packages_of_an_extra_are_named_whatever_wrote_the_metadata(monkeypatch, line):
-    monkeypatch.setattr(metadata, "requires", lambda name: [line, 'ray; extra == "ray"'])
+def test_the_packages_of_an_extra_are_named_whatever_wrote_the_metadata(installed, line):
+    installed("gluon_mgpu", f"Requires-Dist: {line}", 'Requires-Dist: ray; extra == "ray"')
     assert environment.install("monitor") == "pip install 'psutil>=5'"
 
 
@@ -132,7 +144,7 @@ WORKERS += [((1, 2), "BLAS_OPEN", False, False), ((2, 2), "BLAS_MKL", False, Fal
 
 @pytest.mark.parametrize("counts, feature, several_workers, hangs", WORKERS)
 def test_two_workers_with_several_threads_can_hang(monkeypatch, counts, feature, several_workers, hangs):
-    monkeypatch.setattr("gluon_mgpu.runtime.openmp_threads.runs_serially", lambda: False)
+    monkeypatch.delenv("MXNET_ENGINE_TYPE", raising=False)
     assert bool(check_openblas(threads_of(*counts), [feature], several_workers)) == hangs
 
 
@@ -163,22 +175,27 @@ def test_a_device_that_is_not_there_stops_training():
 # The report
 
 
-def test_a_check_that_fails_is_a_finding_and_the_others_are_made(monkeypatch):
+@pytest.fixture
+def no_fault(monkeypatch):
+    """A process finds no fault with MXNet."""
+    monkeypatch.setattr(report, "run_probe", lambda spec: dict(NO_FAULT))
+
+
+def test_a_check_that_fails_is_a_finding_and_the_others_are_made(no_fault, monkeypatch):
     exam = Examination()
     assert exam.run("disks", 7, lambda: 1 / 0) == 7
     one(exam.findings, "The check of disks failed: ZeroDivisionError")
-    monkeypatch.setattr(report, "run_probe", lambda spec: dict(NO_FAULT))
-    monkeypatch.setattr(report, "inspect_machine", lambda: 1 / 0)
-    monkeypatch.setattr(report, "try_driver", lambda: 1 / 0)
+    for part in ("inspect_machine", "try_driver"):
+        monkeypatch.setattr(report, part, lambda: 1 / 0)
     found = examine()
     assert found.machine is None and found.packages.versions and not found.stops_training
     assert {one.check for one in found.findings} >= {"the machine", "GPUs"}
 
 
-def test_gpus_are_rows(monkeypatch):
-    monkeypatch.setattr(report, "run_probe", lambda spec: dict(NO_FAULT))
-    busy = replace(A100, processes=(GpuProcess(77, "python", GIB),))
-    monkeypatch.setattr(report, "try_driver", lambda: (driver(busy), ""))
+def test_gpus_are_rows(no_fault, no_driver):
+    no_driver.error, memory = "", {"total_bytes": 40 * GIB, "used_bytes": GIB}
+    a100 = FakeGpu("GPU-8", "NVIDIA A100", compute_capability=(8, 0), processes=[(77, "python", GIB)], **memory)
+    no_driver.gpus = [*v100s(1), a100]
     short, long = dict(examine().rows()), dict(examine().rows(verbose=True))
     assert short["GPU 1"] == "NVIDIA A100, compute capability 8.0, 39.0 GiB of 40.0 GiB free"
     assert short["NVIDIA driver"] == "535.104.05, runs CUDA up to 12.2" and short["imported mxnet"] == "1.9.1, with CUDA"
@@ -195,9 +212,10 @@ def test_a_healthy_machine_fits_one_screen():
     assert len(doctor("--devices", "cpu*1", "--verbose").splitlines()) > len(lines)
 
 
-def test_json_holds_everything(monkeypatch):
-    monkeypatch.setattr(report.environment, "set_here", {"CUDA_DEVICE_ORDER"})  # by the doctor's process, not by its user
-    found = json.loads(doctor("--devices", "cpu*2", "--json"))
+def test_json_holds_everything():
+    environ = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_ORDER"}  # the doctor's process sets it
+    command = [sys.executable, "-m", "gluon_mgpu", "doctor", "--devices", "cpu*2", "--json"]
+    found = json.loads(subprocess.run(command, env=environ, stdout=subprocess.PIPE, timeout=240, check=False).stdout)
     assert list(found) == ["machine", "packages", "driver", "why_no_driver", "mxnet", "problems"]
     assert found["mxnet"]["trained"] == ["cpu(0)", "cpu(1)"] and {"MKLDNN", "ONEDNN"}.intersection(found["mxnet"]["features"])
     sources = {one["name"]: one["source"] for one in found["mxnet"]["settings"]}

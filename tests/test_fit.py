@@ -53,24 +53,24 @@ class Recorder(mgpu.Callback):
         self.calls = []
         self.state = None
 
-    def _note(self, what, state):
+    def note(self, what, state):
         self.state = state
         self.calls.append((what, state.epoch, len(state.history.rows)))
 
     def on_fit_begin(self, state):
-        self._note("fit begins", state)
+        self.note("fit begins", state)
 
     def on_epoch_begin(self, state):
-        self._note("epoch begins", state)
+        self.note("epoch begins", state)
 
     def on_report(self, state, progress):
-        self._note(f"report of {progress.num_batches}", state)
+        self.note(f"report of {progress.num_batches}", state)
 
     def on_epoch_end(self, state):
-        self._note("epoch ends", state)
+        self.note("epoch ends", state)
 
     def on_fit_end(self, state):
-        self._note("fit ends", state)
+        self.note("fit ends", state)
 
 
 def interrupting(items, at, times=1):
@@ -143,8 +143,8 @@ def test_the_learning_rate_is_that_of_each_epoch_s_last_step():
 def test_callbacks_are_called_in_order(report_every):
     report_every()
     first, second, order = Recorder(), Recorder(), []
-    first._note = lambda what, state: order.append((1, what)) or Recorder._note(first, what, state)
-    second._note = lambda what, state: order.append((2, what)) or Recorder._note(second, what, state)
+    first.note = lambda what, state: order.append((1, what)) or Recorder.note(first, what, state)
+    second.note = lambda what, state: order.append((2, what)) or Recorder.note(second, what, state)
     train([mx.cpu()], epochs=2, callbacks=[first, second])
     calls = [("fit begins", 0, 0), ("epoch begins", 1, 0), ("report of 4", 1, 0), ("epoch ends", 1, 1)]
     calls += [("epoch begins", 2, 1), ("report of 4", 2, 1), ("epoch ends", 2, 2), ("fit ends", 2, 2)]

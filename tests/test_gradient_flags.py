@@ -5,6 +5,8 @@ import numpy as np
 from gluon_mgpu.mxnet_internals.c_calls import Flags
 from gluon_mgpu.mxnet_internals.parameters import is_fresh
 
+from .conftest import set_fresh
+
 
 def variables(count):
     found = [mx.nd.ones((3,), ctx=mx.cpu(i % 2)) for i in range(count)]
@@ -20,7 +22,7 @@ def test_flags_are_those_of_mxnet():
     weights = variables(6)
     flags = Flags(weights)
     assert not flags.read().any()
-    weights[5]._fresh_grad = True
+    set_fresh(weights[5])
     assert flags.read().tolist() == [False] * 5 + [True] == fresh(weights)
     with mx.autograd.record():
         losses = [(weight * 2).sum() for weight in weights]
@@ -46,6 +48,6 @@ def test_the_arrays_live_as_long_as_their_flags():
     others = variables(100)
     del weights
     for weight in others:
-        weight._fresh_grad = True
+        set_fresh(weight)
     flags.clear()
     assert all(fresh(others))

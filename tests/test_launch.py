@@ -80,15 +80,15 @@ def launch_command(program, log_dir, **options):
 class Runner:
     """Runs jobs of small programs in a folder."""
 
-    def __init__(self, folder, capture):
-        self.folder, self.capture = folder, capture
+    def __init__(self, folder, capture, python=PYTHON):
+        self.folder, self.capture, self.python = folder, capture, python
         self.logs, self.started = folder / "logs", []
 
     def __call__(self, program, *arguments, **options):
         path = self.folder / "program.py"
         path.write_text(program, encoding="utf-8")
         options = {"num_processes": 2, "servers": 0, **FAST, **options}
-        code = run_job(Job((*PYTHON, str(path), *map(str, arguments)), log_dir=self.logs, **options))
+        code = run_job(Job((*self.python, str(path), *map(str, arguments)), log_dir=self.logs, **options))
         self.out, self.err = (part.decode("utf-8", "replace") for part in self.capture.readouterr())
         return code
 
@@ -98,7 +98,7 @@ class Runner:
         path.write_text(program, encoding="utf-8")
         options = {"num_processes": 2, "servers": 0, **FAST, **options}
         options.setdefault("log_dir", str(self.logs))
-        said = {"program": [*PYTHON, str(path)], **options}
+        said = {"program": [*self.python, str(path)], **options}
         command = [sys.executable, "-c", LAUNCHER, json.dumps(said)]
         self.started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=self.folder))
         return self.started[-1]
@@ -544,7 +544,7 @@ def test_a_signal_while_a_worker_starts(run, monkeypatch, signum, code):
         f"import os, signal\nif 'GLUON_MGPU_RANK' in os.environ:\n    os.kill(os.getpid(), signal.{signum})\n    number = 1\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(run.folder))
-    monkeypatch.setattr(sys.modules[__name__], "PYTHON", program_command(["timeit"], module=True)[:3])
+    run.python = program_command(["timeit"], module=True)[:3]
     assert run("print('ran')", num_processes=1) == code
     assert run.log(0) == ""
 
@@ -641,11 +641,12 @@ def test_wrong_jobs(wrong, tmp_path):
 def test_a_limit_of_open_files(monkeypatch, tmp_path):
     """It said: launch: got an output (Too many open files)."""
     job = Job(("true",), 8, servers=0, log_dir=tmp_path / "logs")
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (40, 4096))
+    limits = [40, 4096]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limits))
     with pytest.raises(LaunchError, match="a limit of 40 open files for 8 processes.*ulimit -n") as raised:
         run_job(job)
     assert_house_style(raised.value)
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+    limits[:] = [resource.RLIM_INFINITY] * 2
     assert run_job(job) == 0
 
 

@@ -8,9 +8,8 @@ import sys
 
 import pytest
 from click.testing import CliRunner
-from gluon_mgpu.cli.launch import _gpus, launch
+from gluon_mgpu.cli.launch import launch
 from gluon_mgpu.distributed import LaunchError
-from gluon_mgpu.distributed.launcher.ray_nodes import RayJob
 from gluon_mgpu.distributed.launcher.tasks import tasks
 
 from .conftest import assert_house_style
@@ -98,17 +97,24 @@ def test_what_cannot_be_launched(here, words):
     assert not (here / "runs").exists()
 
 
+@pytest.fixture
+def jobs(monkeypatch):
+    """The jobs that the command would have run."""
+    found = []
+    for runner in ("run_job", "RayJob.run"):
+        monkeypatch.setattr(f"gluon_mgpu.cli.launch.{runner}", lambda job, *_: found.append(job))
+    return found
+
+
 @pytest.mark.parametrize("words", [[], ["--accept-optimizers"]])
-def test_servers_accept_optimizers_only_if_asked(monkeypatch, words):
+def test_servers_accept_optimizers_only_if_asked(jobs, words):
     """On this machine, and on those of Ray."""
-    seen = []
-    monkeypatch.setattr("gluon_mgpu.cli.launch.run_job", lambda job: seen.append(tasks(job, "127.0.0.1", ("127.0.0.1", 1))))
-    monkeypatch.setattr(RayJob, "run", lambda job, *_: seen.append(job.arguments))
     for more in ([], ["--ray", "auto"]):
         assert invoke("-n", 2, *more, *words, "train.py").exit_code == 0
-    (scheduler, *servers, _, _), arguments = seen
+    job, ray_job = jobs
+    scheduler, *servers, _, _ = tasks(job, "127.0.0.1", ("127.0.0.1", 1))
     assert [list(one.command[3:]) for one in servers] == 2 * [words]
-    assert [word for word in arguments if "accept" in word] == words
+    assert [word for word in ray_job.arguments if "accept" in word] == words
 
 
 SRUN = """#!/bin/sh
@@ -154,6 +160,7 @@ def test_slurm_without_srun(here, monkeypatch):
 
 
 @pytest.mark.parametrize(("said", "seen"), [("0, 3", ("0", "3")), ("1,-1,2", ("1",)), ("", ()), ("GPU-1a,", ("GPU-1a",))])
-def test_gpus_are_those_that_cuda_sees(monkeypatch, said, seen):
+def test_gpus_are_those_that_cuda_sees(monkeypatch, jobs, said, seen):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", said)
-    assert _gpus() == seen
+    invoke("train.py")
+    assert jobs[0].gpus == seen

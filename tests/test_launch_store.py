@@ -9,9 +9,8 @@ import pytest
 from gluon_mgpu.distributed import LaunchError
 from gluon_mgpu.distributed.launcher import network
 
-from . import test_launch
 from .conftest import assert_house_style
-from .test_launch import Runner, mark, marked, reap, until
+from .test_launch import PYTHON, Runner, mark, marked, reap, until
 from .versions import without_log
 
 __all__ = ["mark"]  # a fixture
@@ -35,8 +34,7 @@ PULLED = "pulled [11.0, 11.0] [22.0, 22.0]\n"
 @pytest.fixture
 def run(tmp_path, capfdbinary, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(test_launch, "PYTHON", (sys.executable, "-m", "gluon_mgpu.distributed.launcher.worker"))
-    runner = Runner(tmp_path, capfdbinary)
+    runner = Runner(tmp_path, capfdbinary, (sys.executable, "-m", "gluon_mgpu.distributed.launcher.worker"))
     yield runner
     reap(runner.started)
 
@@ -105,8 +103,8 @@ while not os.path.exists("go"):
 @pytest.mark.parametrize(
     "end", [*(pytest.param(end, marks=RARE) for end in ("", "a guard")), "sys.exit(3)", "a worker", "a launcher"]
 )
-def test_no_socket_is_left(run, mark, monkeypatch, end):
-    monkeypatch.setattr(test_launch, "PYTHON", (sys.executable, "-S"))
+def test_no_socket_is_left(run, mark, end):
+    run.python = PYTHON
     launcher = run.start(BIND + ("" if end.startswith("a ") else end), servers=1)
     assert until(lambda: len(sockets(mark)) == 4 and all(path.exists() for path in sockets(mark)))
     opened = sockets(mark)

@@ -12,7 +12,18 @@ from gluon_mgpu.trainer.sums import DeviceSum
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import LOSS, as_array, initialized, largest_difference, small_batches, small_net, states_of, train, weights_of
+from .conftest import (
+    LOSS,
+    as_array,
+    initialized,
+    largest_difference,
+    set_fresh,
+    small_batches,
+    small_net,
+    states_of,
+    train,
+    weights_of,
+)
 from .test_no_sync import waits  # noqa: F401
 
 CTX = [mx.cpu(i) for i in range(4)]
@@ -44,7 +55,7 @@ def trained_apart(num_devices, optimizer, every, batches):
             else:
                 for param in net.collect_params().values():
                     param.grad()[:] = 0
-                    param.data()._fresh_grad = True
+                    set_fresh(param.data())
             trainer.step(len(X) / num_devices)
         if step % every == 0:
             average(nets, trainers)

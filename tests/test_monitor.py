@@ -137,8 +137,8 @@ def test_a_run_is_recorded(tmp_path, caplog):
 
 
 def test_a_monitor_that_fails_does_not_end_the_run(monkeypatch, caplog):
-    with Monitor(interval_s=0.1) as monitor:
-        monkeypatch.setattr(monitor._reader, "read", lambda **_: 1 / 0)
+    with Monitor(interval_s=0.1):
+        monkeypatch.setattr(Reader, "read", lambda *_, **__: 1 / 0)
         assert until(lambda: "Monitoring has stopped" in caplog.text)
     assert "ZeroDivisionError" in caplog.text
 

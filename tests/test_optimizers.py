@@ -7,7 +7,6 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.mxnet_internals.c_calls import Operator, PushPull
-from gluon_mgpu.trainer.update import Update
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -93,24 +92,19 @@ def test_a_rate_of_a_schedule_that_is_no_number_changes_no_weight(optimizer, rat
 
 @pytest.mark.parametrize("done", [1, 2, 3, 9])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad", "nadam", "sharded sgd"])
-def test_an_update_that_is_interrupted_leaves_equal_devices(monkeypatch, optimizer, done):
+def test_an_update_that_is_interrupted_leaves_equal_devices(calls_to, optimizer, done):
     net = small_net([mx.cpu(0), mx.cpu(1)])
     name, is_sharded = optimizer.split()[-1], "sharded" in optimizer
     trainer = mgpu.Trainer(net, name, {"learning_rate": 0.1}, shard_optimizer=is_sharded, bucket_bytes=600)
     left = [0]  # calls before the interruption
 
-    def interrupted(run):
-        def call(*arguments):
-            left[0] -= 1
-            if left[0] == -1:
-                raise KeyboardInterrupt
-            return run(*arguments)
+    def interrupt(*_):
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
 
-        return call
-
-    monkeypatch.setattr(Operator, "run", interrupted(Operator.run))
-    monkeypatch.setattr(Update, "_run_updater", interrupted(Update._run_updater))
-    monkeypatch.setattr(PushPull, "run", interrupted(PushPull.run))
+    for owner, name in ((Operator, "run"), (mx.optimizer.Updater, "__call__"), (PushPull, "run")):
+        calls_to(owner, name, note=interrupt)
     for at, (X, y) in enumerate(small_batches([6, 5, 6, 4])):
         left[0] = 99 if at else done
         with suppress(KeyboardInterrupt):  # of the first step

@@ -319,26 +319,25 @@ def test_what_one_process_does_alone_the_others_know(job, num_processes, backend
         assert (one["epochs"], one["errors"]) == (2, ["TrainerError", None, "ModesError", *["TrainerError"] * 2, "ModesError"])
 
 
-def test_gradients_that_were_not_summed_over_the_processes_are_refused(monkeypatch):
+def test_gradients_that_were_not_summed_over_the_processes_are_refused(become):
+    place = distributed.Process(0, 2, 0, 2, 0, 1, 0)
+    twin = SimpleNamespace(process=place, has_divided=False, broadcast=list)  # the other process has the same
+    twin.all_gather_bytes, twin.exchange = lambda message: [message] * 2, lambda number: nd.array([number] * 2)
+    twin.all_reduce, summed = lambda arrays: SimpleNamespace(run=summed.append), []
+    become(twin)
     net = gluon.nn.Dense(1, in_units=2)
     net.initialize(ctx=[mx.cpu(0)])
     trainer = mgpu.Trainer(net, "sgd")
-    monkeypatch.setattr(trainer.steps.process_sync, "in_job", True)
     with mx.autograd.record():
         loss = net(nd.ones((1, 2)))
     mgpu.backward([loss])
     with pytest.raises(mgpu.errors.TrainerError):
         trainer.update(1)
-    with monkeypatch.context() as patched:
-        patched.setattr(trainer.steps.process_sync, "_processes", SimpleNamespace(has_divided=False))
-        for step in (
-            partial(trainer.step, 6),
-            trainer.allreduce_grads,
-        ):  # of whole batches: n processes took n times the gradient
-            with pytest.raises(mgpu.errors.ModesError, match="Divide it with mgpu.split_batch"):
-                step()
-    monkeypatch.setattr(trainer.steps, "sharded_data", True)
-    trainer.allreduce_grads()
+    for step in (partial(trainer.step, 6), trainer.allreduce_grads):  # of whole batches: n processes took n times the gradient
+        with pytest.raises(mgpu.errors.ModesError, match="Divide it with mgpu.split_batch"):
+            step()
+    mgpu.Trainer(net, "sgd", sharded_data=True).allreduce_grads()
+    assert len(summed) == 1
 
 
 @needs_horovod

@@ -14,7 +14,6 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.errors import MissingExtraError, TrainerError
-from gluon_mgpu.tuning import ray_tune
 
 from .conftest import LOSS, initialized, largest_difference, small_batches, small_net, states_of, weights_of
 from .versions import nd
@@ -86,7 +85,6 @@ def train_trial(monkeypatch, folder, learning_rate, epochs, given=None, backgrou
     """A trial's function, run in this process."""
     tune = FakeTune(folder / f"ray-{learning_rate}-{epochs}", given)
     monkeypatch.setitem(sys.modules, "ray.tune", tune)
-    monkeypatch.setattr(ray_tune, "require", lambda *names: tune)
     net = small_net([mx.cpu(0)])
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": learning_rate, "momentum": 0.9})
     ((X, y),) = small_batches([21])
@@ -147,7 +145,7 @@ def test_a_trial_takes_anothers_weights_and_states_and_keeps_its_own_learning_ra
 def test_outside_ray_tune_the_error_says_so(monkeypatch, tmp_path):
     tune = FakeTune(tmp_path)
     tune.get_context = lambda: SimpleNamespace(get_trial_id=lambda: None)
-    monkeypatch.setattr(ray_tune, "require", lambda *names: tune)
+    monkeypatch.setitem(sys.modules, "ray.tune", tune)
     for call in (mgpu.tuning.trial_folder, lambda: mgpu.tuning.ReportToTune(mgpu.Checkpoint(tmp_path / "c"))):
         with pytest.raises(TrainerError, match="Ray Tune does not run"):
             call()

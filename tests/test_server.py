@@ -1,7 +1,6 @@
 """Servers of MXNet's store without MXNet's package: commands of workers end them, or reach them if they are asked to accept."""
 
 import ctypes
-import logging
 import os
 import pickle
 
@@ -25,11 +24,11 @@ def ended(monkeypatch):
 
 @pytest.mark.parametrize("body", [pickle.dumps(mx.optimizer.SGD(), 0), *GARBAGE])
 @pytest.mark.parametrize("head", [0, -1, 7])
-def test_by_default_no_command_is_read(ended, monkeypatch, capsys, head, body):
+def test_by_default_no_command_is_read(ended, calls_to, capsys, head, body):
     """Any local user could send a pickle, and with it a program that the server ran."""
-    monkeypatch.setattr(pickle, "loads", lambda *_: pytest.fail("unpickled"))
+    unpickled = calls_to(pickle, "loads")
     refuse(head, body, None)
-    assert ended == [1]
+    assert (ended, unpickled) == ([1], [])
     told = capsys.readouterr().err
     assert_house_style(told)
     assert "pass --accept-optimizers" in told
@@ -42,8 +41,7 @@ def test_a_command_that_cannot_be_read_ends_the_server(ended, capsys, body):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_an_optimizer_that_a_worker_sends_updates_the_weights(monkeypatch):
-    monkeypatch.setattr(logging, "basicConfig", lambda **options: None)  # MXNet's server sets up logging
+def test_an_optimizer_that_a_worker_sends_updates_the_weights():
     made = Store("local")
     controller = Controller(made)  # it keeps the store
     controller(0, pickle.dumps(mx.optimizer.SGD(learning_rate=0.5), 0), None)

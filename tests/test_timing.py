@@ -1,19 +1,22 @@
+import time
+
 import gluon_mgpu as mgpu
 import mxnet as mx
 
 
-def test_both_ends_wait_before_they_read_the_clock(monkeypatch):
+def test_both_ends_wait_before_they_read_the_clock(clock, calls_to):
     """What was queued before does not count, and what was queued inside does."""
-    events, clock = [], iter([10.0, 12.5, 20.0, 21.0])
-    waitall = mx.nd.waitall
-    monkeypatch.setattr(mx.nd, "waitall", lambda: events.append("wait") or waitall())
-    monkeypatch.setattr("gluon_mgpu.monitor.timer.time.perf_counter", lambda: events.append("clock") or next(clock))
+    events = []
+    for owner, name in ((mx.nd, "waitall"), (time, "perf_counter")):
+        calls_to(owner, name, note=lambda name: events.append(name))
     timer = mgpu.monitor.Timer()
+    clock[0] += 2.5
     assert timer.stop() == 2.5
     timer.start()
+    clock[0] += 1.0
     assert timer.stop() == 1.0
     assert timer.times == [2.5, 1.0]
-    assert events == ["wait", "clock"] * 4
+    assert events == ["waitall", "perf_counter"] * 4
 
 
 def test_sums():

@@ -139,27 +139,23 @@ def test_ctrl_c_saves_and_ends_with_130(tsv, tmp_path, pressed):  # noqa: F811
     assert json.loads((out / "history.json").read_text())["stopped"] == "interrupted"
 
 
-def test_korean_numbers_are_the_default(tmp_path, monkeypatch):
-    def no_fit(*arguments, **kwargs):
-        raise KeyboardInterrupt("enough")
-
-    made = []
+@pytest.fixture
+def few_numbers(monkeypatch):
+    """Drawing all Korean numbers takes seconds."""
     monkeypatch.setattr("gluon_mgpu.cli.train_seq2seq.NUM_EXAMPLES", 700)
-    monkeypatch.setattr(
-        "gluon_mgpu.cli.train_seq2seq._korean_numbers", lambda seed: made.append(_korean_numbers(seed)) or made[0]
-    )
-    monkeypatch.setattr("gluon_mgpu.cli._training.fit", no_fit)
+
+
+def test_korean_numbers_are_the_default(few_numbers, tmp_path, pressed):  # noqa: F811
+    pressed += [(1, 1), (1, 1)]
     result = invoke("train", "--devices", "cpu*1", "--output", tmp_path / "out")
     first, second, *_ = result.stdout.splitlines()
     assert first.startswith("Korean numbers: 700 pairs to train on, ")
     assert second.startswith("vocabularies of ") and second.endswith(" tokens, on cpu(0)")
-    monkeypatch.setattr("gluon_mgpu.cli.train_seq2seq._korean_numbers", lambda seed: made[0])  # drawing them takes seconds
-    back = invoke("train", "--reverse", "--devices", "cpu*1", "--output", tmp_path / "out")
+    back = invoke("train", "--reverse", "--devices", "cpu*1", "--output", tmp_path / "back")
     assert sorted(second.split()) == sorted(back.stdout.splitlines()[1].split()) and second != back.stdout.splitlines()[1]
 
 
-def test_the_default_tests_what_it_has_not_seen(monkeypatch):
-    monkeypatch.setattr("gluon_mgpu.cli.train_seq2seq.NUM_EXAMPLES", 1000)
+def test_the_default_tests_what_it_has_not_seen(few_numbers):
     corpus = _korean_numbers(4)
     parts = [set(part) for part in (corpus.train, corpus.valid, corpus.test)]
     assert len(parts[1]) == len(corpus.valid) > 400 and len(parts[2]) == len(corpus.test) > 400

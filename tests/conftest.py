@@ -197,6 +197,27 @@ def calls_to(monkeypatch):
 
 
 @pytest.fixture
+def failing(monkeypatch):
+    """A function that lets others raise an error from now on, such as that of a full disk. It returns their names, by call."""
+
+    def fail(owner, *names, error):
+        called = []
+
+        def raising(name):
+            def raise_it(*_, **__):
+                called.append(name)
+                raise error
+
+            return raise_it
+
+        for name in names:
+            monkeypatch.setattr(owner, name, raising(name))
+        return called
+
+    return fail
+
+
+@pytest.fixture
 def clock(monkeypatch):
     """A clock that a test sets: `clock[0]`, in seconds."""
     now = [1000.0]
@@ -243,11 +264,16 @@ def initialized(net, ctx=None, init=None, hybridize=None):
     return net
 
 
+def stack(*layers, kind=nn.HybridSequential):
+    """A network of these layers, without values."""
+    net = kind()
+    net.add(*layers)
+    return net
+
+
 def sequential(*layers, ctx=None, init=None, hybridize=None):
     """An initialised network of these layers."""
-    net = nn.HybridSequential()
-    net.add(*layers)
-    return initialized(net, ctx, init, hybridize)
+    return initialized(stack(*layers), ctx, init, hybridize)
 
 
 def ready(net, ctx, hybridize=None, seed=SEED):

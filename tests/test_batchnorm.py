@@ -22,7 +22,7 @@ from gluon_mgpu.mxnet_internals.parameters import structural_params
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import HYBRIDIZE, LOSS, SEED, gluon_loop, initialized, largest_difference, ready, small_batches
+from .conftest import HYBRIDIZE, LOSS, SEED, gluon_loop, initialized, largest_difference, ready, small_batches, stack
 from .test_no_sync import waits as waits
 
 SIZES = {"even": [24] * 3, "uneven": [13, 9, 24, 11], "idle": [1, 2, 13, 1]}
@@ -211,8 +211,7 @@ def symbol_block():
     ],
 )
 def test_what_computes_in_a_way_of_its_own_is_refused(last, told):
-    net = nn.HybridSequential()
-    net.add(nn.BatchNorm(), last())
+    net = stack(nn.BatchNorm(), last())
     with pytest.raises(TrainerError, match=told):
         set_batch_norm(net, "sync")
     assert type(net[0]) is nn.BatchNorm

@@ -16,7 +16,7 @@ from gluon_mgpu.trainer.slab import slice_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import HYBRIDIZE, LOSS, as_array, freeze_count, initialized, ready, small_batches, small_net, weights_of
+from .conftest import HYBRIDIZE, LOSS, as_array, freeze_count, initialized, ready, small_batches, small_net, stack, weights_of
 from .versions import HybridBlock, nd, set_params, sharing
 from .worlds import Scale
 
@@ -400,8 +400,7 @@ def test_memory_goes_with_the_network():
 
 
 def two_layers(ctx=CTX):
-    net = nn.Sequential()
-    net.add(nn.Dense(3, in_units=4), nn.Dense(1, in_units=3))
+    net = stack(nn.Dense(3, in_units=4), nn.Dense(1, in_units=3), kind=nn.Sequential)
     net.initialize(mx.init.One(), ctx=ctx)
     return net
 

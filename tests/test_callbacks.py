@@ -239,12 +239,6 @@ def test_early_stopping_stops_after_the_epochs_that_are_allowed(monitor, values,
     assert history.stopped == (f"{monitor} was best ({best[0]:.4g}) in epoch {best[1]}" if best else "")
 
 
-@pytest.mark.parametrize("options", [{"patience": -1}, {"min_delta": -0.1}, {"mode": "least"}, {"monitor": None}, {"monitor": 5}])
-def test_early_stopping_refuses_bad_options(options):
-    with pytest.raises(TrainerError, match="got (patience|min_delta|mode|monitor)="):
-        mgpu.EarlyStopping(**options)
-
-
 def test_a_column_that_is_not_there_is_reported():
     with pytest.raises(TrainerError, match="^callbacks: got monitor 'f1_loss'; expected one of epoch, train_accuracy, "):
         train([mgpu.EarlyStopping("f1_loss")])

@@ -27,7 +27,7 @@ from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import LOSS, initialized, sequential
+from .conftest import LOSS, initialized, sequential, stack
 from .versions import HybridBlock
 
 pytestmark = pytest.mark.mxnet1("compiled passes")
@@ -178,28 +178,6 @@ def test_a_translator_of_bucketed_sentences(cell, arrays):
             outputs += step(*[tuple(one.astype("float32") for one in side) for side in (X, y)]).outputs
         return [array.asnumpy() for array in (*outputs, *(p.data(mx.cpu(1)) for p in net.collect_params().values()))]
 
-    assert_same_bits(run("auto"), run("off"))
-
-
-class Weighted(gluon.HybridBlock):
-    """A loss of two labels: what is wanted, and its weight."""
-
-    def hybrid_forward(self, F, output, label):
-        return F.mean(F.square(output - label[0]) * label[1], axis=1)
-
-
-def test_a_loss_of_two_labels():
-    def run(compiled):
-        mx.random.seed(3)
-        net, draw = nn.Dense(2, in_units=3), np.random.RandomState(1)
-        net.initialize(mx.init.Xavier(), ctx=[mx.cpu(0), mx.cpu(1)])
-        net.hybridize(**STATIC)
-        step = mgpu.compile_step(net, Weighted(), mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}), compiled=compiled)
-        for size in (5, 4):
-            X, *y = (mx.nd.array(draw.randn(size, width)) for width in (3, 2, 2))
-            step(X, tuple(y))
-        return [net.weight.data(mx.cpu(1)).asnumpy()]
-
     assert_same_bits(run("on"), run("off"))
 
 
@@ -307,14 +285,11 @@ def with_hook(net):
 
 
 def plain():
-    net = nn.Sequential()
-    net.add(nn.Dense(3, in_units=36))
-    return net
+    return stack(nn.Dense(3, in_units=36), kind=nn.Sequential)
 
 
 def dense(**options):
-    net = nn.HybridSequential()
-    net.add(nn.Dense(3, in_units=36))
+    net = stack(nn.Dense(3, in_units=36))
     net.hybridize(**options)
     return net
 
@@ -335,8 +310,7 @@ CANNOT = [
 
 
 def sparse():
-    net = nn.HybridSequential()
-    net.add(nn.Flatten(), nn.HybridLambda("zeros_like"), nn.Embedding(4, 2, sparse_grad=True), nn.Dense(3, in_units=72))
+    net = stack(nn.Flatten(), nn.HybridLambda("zeros_like"), nn.Embedding(4, 2, sparse_grad=True), nn.Dense(3, in_units=72))
     net.hybridize()
     return net
 
@@ -753,8 +727,7 @@ def test_networks_of_one_trainer_may_leave_their_shapes_to_their_first_batches()
     layers = sequential(nn.Dense(2), nn.Dense(1), nn.Dense(1), ctx=[mx.cpu(0), mx.cpu(1)])
     trainer = mgpu.Trainer(layers, "sgd")
     for head in (1, 2):
-        net = nn.HybridSequential()
-        net.add(layers[0], layers[head])
+        net = stack(layers[0], layers[head])
         mgpu.compile_step(net, gluon.loss.L2Loss(), trainer, ignore_stale_grad=True)(np.ones((4, 3)), np.ones((4, 1)))
     assert layers[2].weight.shape == (1, 2)
 

@@ -7,7 +7,7 @@ import pytest
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import initialized
+from .conftest import initialized, stack
 from .versions import nd
 
 SIZES = [6, 6, 5]  # the last batch is uneven on 2 and on 3 devices
@@ -68,8 +68,7 @@ def test_evaluation_predicts_and_trains_nothing(devices):
         modes.append((autograd.is_recording(), autograd.is_training()))
         return x
 
-    net = nn.Sequential()
-    net.add(nn.Dropout(0.9), nn.BatchNorm(in_channels=4, epsilon=0), nn.Lambda(spy))
+    net = stack(nn.Dropout(0.9), nn.BatchNorm(in_channels=4, epsilon=0), nn.Lambda(spy), kind=nn.Sequential)
     net.initialize(ctx=devices)
     X = np.random.uniform(1, 2, (9, 4)).astype("float32")
     with autograd.record():  # even inside

@@ -18,7 +18,7 @@ from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from mxnet import MXNetError, autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import initialized
+from .conftest import initialized, stack
 from .versions import HybridBlock, nd
 
 ROOT = Path(__file__).parent.parent
@@ -156,8 +156,7 @@ def two_passes(net, first, second):
 
 
 def unused_layer():
-    net = nn.Sequential()
-    net.add(dense(), dense())
+    net = stack(dense(), dense(), kind=nn.Sequential)
     trainer = gluon.Trainer(net.collect_params(), "sgd")
     with autograd.record():
         y = net[0](nd.ones((1, 2)))

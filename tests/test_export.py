@@ -26,7 +26,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn, rnn
 from mxnet.gluon.model_zoo import vision
 
-from .conftest import as_array, small_net
+from .conftest import as_array, small_net, stack
 from .versions import with_prefix
 
 pytestmark = pytest.mark.mxnet1("export")
@@ -132,22 +132,16 @@ def test_recurrent_layers_in_onnx(tmp_path, kind, num_layers, bidirectional, lay
         np.testing.assert_allclose(one, other.asnumpy(), rtol=1e-4, atol=1e-5)
 
 
-def sequence(*layers, kind=nn.HybridSequential):
-    net = kind()
-    net.add(*layers)
-    return net
-
-
 @pytest.mark.parametrize(
     ("net", "shape"),
     [
-        (sequence(nn.Conv2D(3, 3), nn.BatchNorm(), nn.Dense(4), kind=nn.Sequential), (2, 1, 6, 6)),
-        (sequence(nn.Conv1D(4, 3), nn.MaxPool1D(2), nn.GroupNorm(2), nn.InstanceNorm()), (2, 3, 11)),
+        (stack(nn.Conv2D(3, 3), nn.BatchNorm(), nn.Dense(4), kind=nn.Sequential), (2, 1, 6, 6)),
+        (stack(nn.Conv1D(4, 3), nn.MaxPool1D(2), nn.GroupNorm(2), nn.InstanceNorm()), (2, 3, 11)),
         (nn.GELU(), (2, 5)),
         (nn.HybridLambda(lambda F, x: F.contrib.AdaptiveAvgPooling2D(x, output_size=(3, 2))), (2, 3, 7, 5)),
         (nn.HybridLambda(lambda F, x: F.contrib.AdaptiveAvgPooling2D(F.split(x, 3)[1], output_size=4)), (2, 3, 6, 3)),
         (nn.HybridLambda(lambda F, x: F.contrib.AdaptiveAvgPooling2D(x)), (2, 3, 7, 5)),
-        (sequence(nn.Conv2DTranspose(4, 4, 2, 1), nn.PReLU(), nn.GlobalMaxPool2D()), (2, 3, 5, 5)),
+        (stack(nn.Conv2DTranspose(4, 4, 2, 1), nn.PReLU(), nn.GlobalMaxPool2D()), (2, 3, 5, 5)),
     ],
 )
 def test_other_layers(tmp_path, net, shape):
@@ -164,7 +158,7 @@ IMAGES = [[("data", 0)], [("data", 2)], [("data", 3)]]
 @pytest.mark.parametrize(
     "net",
     [
-        sequence(nn.Conv2D(4, 3, 2, 1), nn.HybridLambda(lambda F, x: F.contrib.AdaptiveAvgPooling2D(x))),
+        stack(nn.Conv2D(4, 3, 2, 1), nn.HybridLambda(lambda F, x: F.contrib.AdaptiveAvgPooling2D(x))),
         with_prefix(nn.Conv2D, "합성곱_", channels=4, kernel_size=3, strides=2, padding=1),
     ],
 )
@@ -499,9 +493,7 @@ def test_the_command_exports_a_translator(tmp_path):
 
 
 def small_classifier(num_classes):
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, 3, strides=2, padding=1), nn.BatchNorm(), nn.GlobalAvgPool2D(), nn.Dense(num_classes))
-    return net
+    return stack(nn.Conv2D(4, 3, strides=2, padding=1), nn.BatchNorm(), nn.GlobalAvgPool2D(), nn.Dense(num_classes))
 
 
 def test_the_command_exports_a_classifier(tmp_path, monkeypatch):

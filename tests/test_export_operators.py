@@ -15,7 +15,8 @@ from gluon_mgpu.exporters.onnx_operators import OPERATORS
 from gluon_mgpu.exporters.sampled_graph import parsed
 from mxnet.gluon import nn, rnn
 
-from .test_export import initialized, run_onnx, sequence
+from .conftest import stack
+from .test_export import initialized, run_onnx
 
 pytestmark = pytest.mark.mxnet1("export")
 
@@ -103,7 +104,7 @@ def test_batch_norm_along_another_axis(tmp_path):
 
 
 def test_layers_whose_parameters_mxnet_s_converter_takes_as_they_are(tmp_path):
-    net = initialized(sequence(nn.BatchNorm(axis=-1, in_channels=6, scale=False), nn.PReLU(in_channels=6)))
+    net = initialized(stack(nn.BatchNorm(axis=-1, in_channels=6, scale=False), nn.PReLU(in_channels=6)))
     net[0].gamma.set_data(2 * mx.nd.ones(6))
     net.hybridize()  # in a graph, MXNet counts this gamma as 1
     agrees_in_onnx(tmp_path, net, ROWS)

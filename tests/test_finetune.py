@@ -8,7 +8,7 @@ from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import initialized, ready, small_batches, train
+from .conftest import initialized, ready, small_batches, stack, train
 from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds
 from .test_weight_average import Press, assert_close, assert_same, weights
 from .versions import nd, set_params
@@ -20,8 +20,7 @@ OPTIMIZERS = {"sgd": {"learning_rate": 0.1, "momentum": 0.9}, "adam": {"learning
 def conv_net(ctx, hybridize=None):
     """A convolution, whose weights are in no bucket on a CPU, and Dense layers, whose weights are."""
     net = nn.HybridSequential()
-    body = nn.HybridSequential()
-    body.add(nn.Conv2D(4, kernel_size=3, in_channels=1, activation="tanh"), nn.Flatten(), nn.Dense(5, in_units=64))
+    body = stack(nn.Conv2D(4, kernel_size=3, in_channels=1, activation="tanh"), nn.Flatten(), nn.Dense(5, in_units=64))
     net.add(body, nn.Dense(3, in_units=5))
     ready(net, ctx, hybridize, 5)
     if is_mxnet2():
@@ -133,8 +132,7 @@ def test_the_finder_changes_nothing(devices, arrays, optimizer):
     X, y = three_clouds()
 
     def make():
-        net = nn.HybridSequential()
-        net.add(nn.Dense(8, in_units=2), nn.BatchNorm(in_channels=8), nn.Dense(3, in_units=8))
+        net = stack(nn.Dense(8, in_units=2), nn.BatchNorm(in_channels=8), nn.Dense(3, in_units=8))
         mx.random.seed(2)
         net.initialize(mx.init.Xavier(), ctx=devices)
         schedule = mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.1)

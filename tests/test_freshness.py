@@ -14,7 +14,7 @@ from gluon_mgpu.mxnet_internals.parameters import is_fresh
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import initialized, largest_difference, sequential, weights_of
+from .conftest import initialized, largest_difference, sequential, stack, weights_of
 from .versions import begin_thread, nd, set_params
 from .worlds import devices as devices
 
@@ -149,9 +149,7 @@ def test_train_batch_leaves_layers_alone_that_only_an_earlier_pass_reached(devic
     """A pass that no step has used leaves fresh gradients in a layer that the batch of `train_batch` does not reach."""
 
     def layers(ctx):
-        net = nn.Sequential()
-        net.add(dense(ctx, 1, units=3), dense(ctx, 2))
-        return net
+        return stack(dense(ctx, 1, units=3), dense(ctx, 2), kind=nn.Sequential)
 
     def loss(output, y):
         return (output**2).sum(axis=1)
@@ -419,8 +417,7 @@ def test_a_batch_that_fails_hides_no_pass_that_follows(devices):
 @pytest.mark.mxnet1("compiled passes")
 def test_a_compiled_pass_of_another_network_does_not_count_on_a_device_without_data():
     net, head = dense(CPU), dense(CPU, in_units=1)
-    both = nn.HybridSequential()
-    both.add(net, head)
+    both = stack(net, head)
     trainers = [mgpu.Trainer(part, "sgd", {"learning_rate": 0.1}) for part in (net, head)]
     mgpu.compile_step(both, gluon.loss.L2Loss(), trainers[0])(data(0, 4), data(1, 4, width=1))
     autograd.backward(losses_of(head, data(0, 1, width=1), CPU))
@@ -492,8 +489,7 @@ def test_compiled_micro_steps_do_not_mind_a_look_at_gradients():
 def test_parts_of_a_batch_leave_another_trainer_only_the_last_ones_gradients(parts):
     is_pipeline = parts == "micro_batches"
     blocks = [dense(CPU[:1] if is_pipeline else CPU, 1, units=3), dense(CPU[:1] if is_pipeline else CPU, 2)]
-    net = nn.Sequential()
-    net.add(*blocks)
+    net = stack(*blocks, kind=nn.Sequential)
     net = mgpu.Pipeline(blocks, CPU[:2], micro_batches=2) if is_pipeline else net
     first = mgpu.Trainer(blocks[0], *MOMENTUM, virtual_shards=6 if parts == "virtual_shards" else None)
     second = mgpu.Trainer(blocks[1], *MOMENTUM)

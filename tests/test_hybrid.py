@@ -9,7 +9,7 @@ from gluon_mgpu.models import Seq2Seq, SequenceLoss
 from gluon_mgpu.mxnet_internals.parameters import structural_params
 from mxnet.gluon import nn
 
-from .conftest import as_array, initialized, largest_difference, sequential
+from .conftest import as_array, initialized, largest_difference, sequential, stack
 from .test_pipeline import Crossing, batches, contexts, dense, seeded, trained, values
 from .versions import nd
 
@@ -110,8 +110,7 @@ def test_a_translator(arrays, options, dtype):
 
 
 def normalised():
-    net = nn.HybridSequential()
-    net.add(nn.Dense(8, in_units=16), nn.Dense(8, in_units=8), nn.Dense(8, in_units=8), nn.BatchNorm(in_channels=8))
+    net = stack(nn.Dense(8, in_units=16), nn.Dense(8, in_units=8), nn.Dense(8, in_units=8), nn.BatchNorm(in_channels=8))
     return seeded(net)
 
 

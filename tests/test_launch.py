@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from gluon_mgpu.distributed import LaunchError
+from gluon_mgpu.distributed.launcher import supervisor
 from gluon_mgpu.distributed.launcher.job import Job
 from gluon_mgpu.distributed.launcher.network import find_addresses
 from gluon_mgpu.distributed.launcher.program import program_command
@@ -653,14 +654,8 @@ def test_a_limit_of_open_files(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "error", [BlockingIOError(11, "Resource temporarily unavailable"), RuntimeError("can't start new thread")]
 )
-def test_a_limit_of_processes(monkeypatch, tmp_path, error):
-    started = []
-
-    def start(*arguments):
-        started.append(arguments)
-        raise error
-
-    monkeypatch.setattr("gluon_mgpu.distributed.launcher.supervisor.Started", start)
+def test_a_limit_of_processes(failing, tmp_path, error):
+    started = failing(supervisor, "Started", error=error)
     with pytest.raises(LaunchError, match="after 0 of 2; expected .* ulimit -u") as raised:
         run_job(Job(("true",), 2, servers=0, log_dir=tmp_path))
     assert_house_style(raised.value)

@@ -57,11 +57,8 @@ def test_a_lock_file_that_is_a_link_is_refused(tmp_path, link):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 10), reason="filelock there takes it for a lock that is held")
-def test_without_locks_a_run_goes_on_and_says_so(tmp_path, monkeypatch, caplog):
-    def unsupported(file, how):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
+def test_without_locks_a_run_goes_on_and_says_so(tmp_path, failing, caplog):
+    failing(fcntl, "flock", error=OSError(errno.ENOLCK, "No locks available"))
     fit(tmp_path, epochs=1)
     assert "Checkpoint: cannot lock" in caplog.text and "No locks available" in caplog.text
     assert names(tmp_path) == ["best", "last"]

@@ -136,9 +136,9 @@ def test_a_run_is_recorded(tmp_path, caplog):
     assert "the process and its children" in caplog.text
 
 
-def test_a_monitor_that_fails_does_not_end_the_run(monkeypatch, caplog):
+def test_a_monitor_that_fails_does_not_end_the_run(failing, caplog):
     with Monitor(interval_s=0.1):
-        monkeypatch.setattr(Reader, "read", lambda *_, **__: 1 / 0)
+        failing(Reader, "read", error=ZeroDivisionError())
         assert until(lambda: "Monitoring has stopped" in caplog.text)
     assert "ZeroDivisionError" in caplog.text
 

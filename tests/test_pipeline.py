@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from mxnet import autograd
 from mxnet.gluon import nn
 
-from .conftest import LOSS, gluon_loop, initialized, largest_difference, train
+from .conftest import LOSS, gluon_loop, initialized, largest_difference, stack, train
 from .test_no_sync import waits as waits
 
 pytestmark = pytest.mark.mxnet1("Pipeline")
@@ -542,8 +542,7 @@ def test_a_schedule_of_equal_stages_takes_the_least_time(num_stages, num_micro_b
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_devices_run_their_tasks_in_the_planned_order(schedule):
     """A stage whose next inputs are ready would run ahead: here the second one is much slower than the first."""
-    net = nn.HybridSequential()
-    net.add(nn.Dense(16, in_units=16), nn.Dense(2000, in_units=16), nn.Dense(2000, in_units=2000), nn.Dense(5, in_units=2000))
+    net = stack(nn.Dense(16, in_units=16), nn.Dense(2000, in_units=16), nn.Dense(2000, in_units=2000), nn.Dense(5, in_units=2000))
     seeded(net)
     first, second = nn.HybridSequential(), nn.HybridSequential()
     first.add(net[0])
@@ -627,8 +626,7 @@ def test_a_step_makes_few_python_calls(num_stages, most):
 
 def test_layers_are_divided_by_bytes_and_by_time():
     net = nn.HybridSequential()
-    inner = nn.HybridSequential()
-    inner.add(nn.Dense(300, in_units=300), nn.Dense(300, in_units=300))
+    inner = stack(nn.Dense(300, in_units=300), nn.Dense(300, in_units=300))
     net.add(nn.Dense(300, in_units=16), inner, nn.Dense(5, in_units=300))
     seeded(net)
     by_bytes = mgpu.split_stages(net, 2, batches()[0][0], balance="bytes")
@@ -638,15 +636,13 @@ def test_layers_are_divided_by_bytes_and_by_time():
         by_bytes = mgpu.split_stages(net, 2, batches()[0][0], balance="bytes")
         assert sum(len(stage.block) for stage in by_bytes) == 3  # the hook is of the whole container
         hook.detach()
-    slow = nn.HybridSequential()
-    slow.add(nn.Dense(1500, in_units=16), nn.Dense(1500, in_units=1500), nn.Dense(5, in_units=1500), nn.Dense(5, in_units=5))
+    slow = stack(nn.Dense(1500, in_units=16), nn.Dense(1500, in_units=1500), nn.Dense(5, in_units=1500), nn.Dense(5, in_units=5))
     by_time = mgpu.split_stages(seeded(slow), 2, np.zeros((64, 16)))
     assert [len(stage.block) for stage in by_time][1] >= 2  # the large layer alone, or with the one before
 
 
 def test_measuring_changes_nothing():
-    net = nn.HybridSequential()
-    net.add(nn.Dense(16, in_units=16), nn.BatchNorm(in_channels=16), nn.Dropout(0.5), nn.Dense(5, in_units=16))
+    net = stack(nn.Dense(16, in_units=16), nn.BatchNorm(in_channels=16), nn.Dropout(0.5), nn.Dense(5, in_units=16))
     before = [value.copy() for value in values(seeded(net))]
     mx.random.seed(1)
     expected = mx.nd.random.uniform(shape=(4,)).asnumpy()

@@ -16,7 +16,7 @@ from gluon_mgpu.trainer.slab import slice_of
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from .conftest import initialized, sequential
+from .conftest import initialized, sequential, stack
 from .versions import nd
 
 CTX = [mx.cpu(0), mx.cpu(1)]
@@ -60,8 +60,7 @@ def test_a_device_without_data_repeats_its_old_gradient(trainer_class):
 
 
 def test_a_parameter_that_no_device_used_is_refused_before_anything_changes():
-    net = nn.Sequential()
-    net.add(linear(), linear())
+    net = stack(linear(), linear(), kind=nn.Sequential)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 2.0})
     backward(net[0], [(CTX[0], 2.0), (CTX[1], 5.0)])
     with pytest.raises(StaleGradientError, match=r"1\.weight on any device"):
@@ -149,8 +148,7 @@ def test_what_was_evaluated_is_what_is_saved(static, tmp_path):
     mgpu.evaluate(net, [(x, np.zeros(2))], {"sum": lambda out, y: (out.sum(), 1)})
     evaluated = [net(nd.array(x, ctx=context)).asnumpy() for context in CTX]
     net.save_parameters(str(tmp_path / "params"))
-    fresh = nn.HybridSequential()
-    fresh.add(nn.BatchNorm(in_channels=1))
+    fresh = stack(nn.BatchNorm(in_channels=1))
     fresh.load_parameters(str(tmp_path / "params"), ctx=mx.cpu(0))
     np.testing.assert_array_equal(evaluated[0], evaluated[1])
     np.testing.assert_array_equal(evaluated[0], fresh(nd.array(x)).asnumpy())
@@ -299,8 +297,7 @@ def test_one_thread_per_context_is_left_alone_without_a_warning():
 @pytest.mark.parametrize("hybridize", [None, {}, {"static_alloc": True, "static_shape": True}])
 def test_initialising_again_under_a_live_trainer_is_reported(hybridize):
     """A static graph goes on writing gradients into the old arrays: training stood still, without a word."""
-    net = nn.HybridSequential()
-    net.add(linear())
+    net = stack(linear())
     if hybridize is not None:
         net.hybridize(**hybridize)
     trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1})

@@ -244,16 +244,6 @@ def test_those_whose_shapes_the_first_batch_decides_move_alike(loop):
     assert_stats(net, np.mean([moved(INITIAL, X[:2]), moved(INITIAL, X[2:])], axis=0))
 
 
-def test_fit_leaves_what_gluon_saves(tmp_path):
-    """`net.save_parameters` writes the mean over all devices, those without data included."""
-    net, trainer = normed(4)
-    X, y = batch(2)
-    mgpu.fit(net, LOSS, trainer, [(X, y)], epochs=1, metrics={}, callbacks=[])
-    net.save_parameters(str(tmp_path / "net.params"))
-    saved = mx.nd.load(str(tmp_path / "net.params"))["0.running_mean"].asnumpy()
-    np.testing.assert_allclose(saved, 0.1 * X.mean(axis=0), atol=1e-6)
-
-
 def test_those_of_layers_that_are_not_trained_move_alike():
     net, _ = normed(2)
     trainer, (X, y) = mgpu.Trainer(net[1].collect_params(), "sgd", {"learning_rate": 0.0}), batch(5)

@@ -10,7 +10,7 @@ from gluon_mgpu.mxnet_internals.versions import is_mxnet2
 from mxnet import autograd, gluon
 from mxnet.gluon import nn, rnn
 
-from .conftest import LOSS, initialized, largest_difference, sequential, small_batches, small_net, weights_of
+from .conftest import LOSS, initialized, largest_difference, sequential, small_batches, small_net, stack, weights_of
 from .versions import nd
 
 CTX = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
@@ -120,8 +120,7 @@ def test_errors_of_mxnet_keep_their_end_and_take_their_advice_from_the_list(firs
 
 @pytest.mark.mxnet1("legacy arrays")
 def test_legacy_and_np_arrays_in_one_network_are_named():
-    net = nn.Sequential()
-    net.add(nn.Lambda(lambda x: x.as_np_ndarray()), nn.Dense(3, in_units=4))
+    net = stack(nn.Lambda(lambda x: x.as_np_ndarray()), nn.Dense(3, in_units=4), kind=nn.Sequential)
     net.initialize(ctx=CTX)
     with pytest.raises(StepError, match=r"Legacy arrays \(`mx.nd`\) and np arrays \(`mx.np`\) are mixed"):
         mgpu.eval_batch(net, np.ones((6, 4)), np.zeros(6), ctx=CTX)
@@ -194,8 +193,7 @@ def test_parts_of_nested_inputs_with_axes_of_their_own():
 
 
 def test_labels_of_an_axis_of_their_own():
-    net = nn.Sequential()
-    net.add(nn.Lambda(lambda x: x.sum(axis=0)), nn.Dense(2, in_units=3))
+    net = stack(nn.Lambda(lambda x: x.sum(axis=0)), nn.Dense(2, in_units=3), kind=nn.Sequential)
     net.initialize(ctx=CTX[:2])
     split = partial(mgpu.split_batch, batch_axis=(1, 0))
     X, y = np.ones((4, 5, 3), "float32"), np.zeros((5, 2), "float32")

@@ -11,7 +11,7 @@ from gluon_mgpu.loop.averaged_weights import AveragedWeights
 from gluon_mgpu.mxnet_internals.parameters import structural_params
 from mxnet.gluon import nn
 
-from .conftest import initialized, mostly_two, sequential
+from .conftest import initialized, mostly_two, sequential, stack
 from .test_fit import LOSS, batches_of, make_net, make_trainer, three_clouds
 from .versions import HybridBlock, nd, sharing
 
@@ -154,8 +154,7 @@ def test_the_average_in_a_checkpoint(tmp_path, devices, arrays):
     """`best` is chosen by the average, and holds it next to the trained weights; tied parameters have several names."""
 
     def make(ctx):
-        net = nn.HybridSequential()
-        net.add(nn.Dense(2, in_units=2), nn.BatchNorm(in_channels=2))
+        net = stack(nn.Dense(2, in_units=2), nn.BatchNorm(in_channels=2))
         net.add(sharing(net[0], nn.Dense, 2, in_units=2), nn.Dense(3, in_units=2))
         mx.random.seed(1)
         net.initialize(mx.init.Xavier(), ctx=ctx)

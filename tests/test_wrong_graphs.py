@@ -10,6 +10,7 @@ from gluon_mgpu.refusals import IN_A_GRAPH
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
+from .conftest import stack
 from .versions import HybridBlock, nd
 
 CONTEXTS = [mx.cpu(0), mx.cpu(1)]
@@ -29,12 +30,6 @@ class Lambda(HybridBlock):
 
     def compute(self, F, x):
         return self._function(F, *self._layers, x)
-
-
-def sequence(*layers, kind=nn.HybridSequential):
-    net = kind()
-    net.add(*layers)
-    return net
 
 
 def dense():
@@ -59,14 +54,14 @@ def foreach(F, layer, x):
 
 
 def prelu():
-    return sequence(dense(), nn.PReLU(in_channels=3), dense())
+    return stack(dense(), nn.PReLU(in_channels=3), dense())
 
 
 NETS = {
-    "while_loop": lambda: sequence(dense(), Lambda(while_loop, dense()), dense()),
-    "cond": lambda: sequence(dense(), Lambda(cond, dense()), dense()),
+    "while_loop": lambda: stack(dense(), Lambda(while_loop, dense()), dense()),
+    "cond": lambda: stack(dense(), Lambda(cond, dense()), dense()),
     "prelu": prelu,
-    "prelu in foreach": lambda: sequence(Lambda(foreach, prelu())),
+    "prelu in foreach": lambda: stack(Lambda(foreach, prelu())),
 }
 flow = pytest.mark.mxnet1("while_loop, cond and foreach")
 KINDS = [kind if kind == "prelu" else pytest.param(kind, marks=flow) for kind in NETS]
@@ -168,7 +163,7 @@ def test_the_advice_of_a_compiled_step_helps(kind):
 
 @pytest.mark.parametrize("way", ["by hand", "train_batch"])
 def test_a_network_that_is_hybridized_later_is_noticed(way):
-    net = initialized(sequence(dense(), prelu(), kind=nn.Sequential))
+    net = initialized(stack(dense(), prelu(), kind=nn.Sequential))
     trainer = trainer_of(net)
 
     def step():
@@ -189,7 +184,7 @@ def test_a_loss_that_holds_one():
         def hybrid_forward(self, F, output, label, sample_weight=None):
             return super().hybrid_forward(F, cond(F, F.sin, output * 1), label)
 
-    net, loss = initialized(sequence(dense()), static_alloc=True), Own()
+    net, loss = initialized(stack(dense()), static_alloc=True), Own()
     mgpu.train_batch(net, loss, trainer_of(net), *batch())
     loss.hybridize()
     with pytest.raises(ModesError, match=f"in {loss.name} .Own."):
@@ -206,7 +201,7 @@ def test_symbol_blocks_are_graphs_without_hybridize():
 
 @pytest.mark.mxnet1("Pipeline")
 def test_stages_of_a_pipeline():
-    stages = [sequence(prelu(), dense()), dense()]
+    stages = [stack(prelu(), dense()), dense()]
     stages[0].hybridize()
     model = initialized(mgpu.Pipeline(stages, CONTEXTS, micro_batches=2), None)
     trainer = trainer_of(model)
@@ -225,7 +220,7 @@ def test_stages_that_are_parts_of_a_graph():
 
 @pytest.mark.mxnet1("Pipeline")
 def test_a_divided_network_whose_stages_are_hybridized():
-    net = initialized(sequence(prelu(), dense(), dense()), [mx.cpu()])
+    net = initialized(stack(prelu(), dense(), dense()), [mx.cpu()])
     net.hybridize()
     stages = mgpu.split_stages(net, 2, nd.ones((2, 3)), balance="bytes")
     assert len(stages[0].block) == 3  # PReLU is between two of its layers
@@ -246,10 +241,10 @@ def same_as_plain(make, way, **mode):
 
 
 RIGHT = {
-    "PReLU is the last layer": lambda: sequence(dense(), nn.PReLU(in_channels=3)),
-    "PReLU is the first layer": lambda: sequence(nn.PReLU(in_channels=3), dense()),
-    "each layer has a graph of its own": lambda: sequence(dense(), nn.PReLU(in_channels=3), dense(), kind=nn.Sequential),
-    "a foreach with memory for each pass": lambda: sequence(dense(), Lambda(foreach, dense()), dense()),
+    "PReLU is the last layer": lambda: stack(dense(), nn.PReLU(in_channels=3)),
+    "PReLU is the first layer": lambda: stack(nn.PReLU(in_channels=3), dense()),
+    "each layer has a graph of its own": lambda: stack(dense(), nn.PReLU(in_channels=3), dense(), kind=nn.Sequential),
+    "a foreach with memory for each pass": lambda: stack(dense(), Lambda(foreach, dense()), dense()),
 }
 
 
@@ -279,8 +274,8 @@ def test_a_compiled_foreach_is_right_with_static_memory():
     def step(net, trainer, number):
         mgpu.compile_step(net, LOSS, trainer, compiled="auto")(*batch(number))
 
-    same_as_plain(lambda: sequence(dense(), Lambda(foreach, dense()), dense()), step, **STATIC)
-    net = initialized(sequence(nn.Dense(3), Lambda(foreach, dense()), nn.Dense(3)), **STATIC)  # the first batch decides shapes
+    same_as_plain(lambda: stack(dense(), Lambda(foreach, dense()), dense()), step, **STATIC)
+    net = initialized(stack(nn.Dense(3), Lambda(foreach, dense()), nn.Dense(3)), **STATIC)  # the first batch decides shapes
     step(net, trainer_of(net), 0)
 
 
@@ -296,7 +291,7 @@ def test_predictions_of_these_networks_are_right(kind):
 
 @flow
 def test_predictions_of_a_static_foreach_raise():
-    net = initialized(sequence(dense(), Lambda(foreach, dense()), dense()), **STATIC)
+    net = initialized(stack(dense(), Lambda(foreach, dense()), dense()), **STATIC)
     message = f"foreach.* in {name_of(net)} .*without static_shape"
     for _ in range(2):
         with pytest.raises(ModesError, match=message):

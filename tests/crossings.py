@@ -221,11 +221,9 @@ class Plain(World):
         for name in self.stats[0]:
             for param, value in zip(self.statistics_of(name), (0, 1)):
                 param.data()[:] = value
-        if self.bn == "sync":  # MXNet moves no statistics of a layer whose backward pass nothing needs
-            x.attach_grad()
         with autograd.record():
             loss = LOSS(shortened(net, self.num_left_out)(x if generator is None else generator(x)), y)
-        if self.bn == "sync" or any(self.trained(one) for one in (net, generator) if one is not None):
+        if any(self.trained(one) for one in (net, generator) if one is not None):
             loss.backward()
         for owner, sums in ((net, self.sums[at]), (generator, self.generator_sums)):
             for name, param in {} if owner is None else self.trained(owner).items():

@@ -8,6 +8,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.mxnet_internals.versions import load_amp
+from gluon_mgpu.nested import leaves, num_bytes
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -20,6 +21,14 @@ SGD = ("sgd", {"learning_rate": 0.05, "momentum": 0.9, "wd": 1e-3})
 ADAM = ("adam", {"learning_rate": 0.01})
 OPTIMIZERS = {"sgd": SGD, "adam": ADAM, "lamb": ("lamb", {}), "adagrad": ("adagrad", {"learning_rate": 0.05})}
 BUCKET = 300  # bytes: the Dense layers of `small_net` take several
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["whole", "cut"])
+def cuts(request, monkeypatch):
+    """Whether parameters larger than a bucket are cut: one of `small_net`."""
+    if request.param:
+        monkeypatch.setattr("gluon_mgpu.trainer.trainer.CUT_BYTES", BUCKET)
+    return request.param
 
 
 def make_trainer(net, shards, optimizer=SGD, **options):
@@ -58,9 +67,9 @@ def compare(story, num_devices=3, **options):
 
 
 def assert_one_owner_each(trainer):
-    """Each state is on one device, and every device has some."""
-    held = list(map(set, states_of(trainer)))
-    assert sum(map(len, held)) == len(set().union(*held)) > 0
+    """Each number of a state is on one device, and every device has some."""
+    held = [parts["states"] for parts in trainer.bytes_per_device().values()]
+    assert sum(held) == sum(num_bytes(array) for _, array in leaves(list(trainer.steps.update.states().values()))) > 0
     if len(held) > 1:
         assert sum(map(bool, held)) > 1
 
@@ -332,6 +341,7 @@ def test_optimizers_that_join_parameters_and_other_modes_update_on_every_device(
     assert mgpu.Trainer(small_net(cpus(2)), "sgd").steps.layout.is_sharded
 
 
+@pytest.mark.parametrize("cuts", [False], indirect=True)
 def test_a_parameter_that_is_trained_later_goes_where_least_is():
     net = sequential(nn.Dense(16, in_units=16, use_bias=False), nn.Dense(2, in_units=16, use_bias=False), ctx=cpus(2))
     net[0].weight.grad_req = "null"

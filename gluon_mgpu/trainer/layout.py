@@ -14,7 +14,7 @@ from ..mxnet_internals.blocks import compiled_graph, compiled_with
 from ..mxnet_internals.parameters import contexts_of, gradients_of, has_dense_gradient, has_values, values_of
 from ..nested import Array, num_bytes
 from .parameters import Params, blocks_of, check_initialised, named_params, spans_devices
-from .slab import Bucket, Slab, multipliers_of, place, slab_of, slabs_of, slice_of
+from .slab import Bucket, Slab, cut, multipliers_of, parts_of, place, slab_of, slabs_of, slice_of
 from .wrong_graphs import check_graphs, hybrid_blocks
 
 
@@ -36,6 +36,8 @@ class Layout:
         See `slab.place`.
     shards_optimizer : bool
         Each bucket, and each parameter outside of buckets, has one device that updates it: its owner.
+    cut_bytes : int, optional
+        Larger parameters that are alone in their bucket are cut into parts, one for each device, each with an owner.
 
     Attributes
     ----------
@@ -75,7 +77,7 @@ class Layout:
         The parameters are not parameters, not initialised, or not all on the same devices.
     """
 
-    def __init__(self, params: Params, bucket_bytes: int, *, shards_optimizer: bool) -> None:
+    def __init__(self, params: Params, bucket_bytes: int, *, shards_optimizer: bool, cut_bytes: Optional[int] = None) -> None:
         named = named_params(params)
         self.names = list(named)
         self.structural = isinstance(params, gluon.Block)
@@ -109,7 +111,8 @@ class Layout:
         self.needs_sum = max(map(len, self.groups)) > 1
         self.is_sharded = shards_optimizer and self.needs_sum
         self._owners: Dict[Union[Bucket, int], int] = {}  # by bucket, or by the index of a parameter that is not in one
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._cut_bytes = bucket_bytes, cut_bytes
+        self._parts: Dict[int, List[Slab]] = {}  # by parameter that is cut
         self._dense = [block for block in blocks_of(params) if isinstance(block, gluon.nn.Dense)] if self.structural else []
         self._at_first: Dict[int, Tuple[object, object]] = {}  # of each parameter: Gluon's list of its devices, and its dtype
         self._seen: List[Optional[List[Array]]] = []  # Gluon's lists of gradients
@@ -168,11 +171,16 @@ class Layout:
         trained, slabs = set(self.trainable), []
         for contexts, indices in self.groups.items():
             slabs += slabs_of(params, [index for index in indices if index in trained], contexts)
-        self.everywhere, self.slabs = slabs, self._owned(slabs)
+        self._parts = {}
+        self.slabs = self._owned(slabs)
+        self.everywhere = [replace(slab, owner=None) for slab in self.slabs]
 
     def one_each(self, indices: Sequence[int]) -> List[Slab]:
-        """Return one slab per parameter."""
-        return self._owned([slab_of(self.params[index], index, self.contexts_of[index]) for index in indices])
+        """Return one slab per parameter, or its parts."""
+        found: List[Slab] = []
+        for index in indices:
+            found += self._parts.get(index) or self._owned([slab_of(self.params[index], index, self.contexts_of[index])])
+        return found
 
     def owner_of(self, index: int) -> Optional[int]:
         """Return the replica that updates a parameter, 0 if it was not chosen yet; None if all do."""
@@ -181,6 +189,13 @@ class Layout:
             return None
         found = slice_of(param)
         return self._owners.get(found.bucket if found else index, 0)
+
+    def parts_of(self, index: int) -> List[Tuple[int, int]]:
+        """Return the elements of a parameter that each replica updates; none if they are not divided."""
+        num = len(self.contexts_of[index])
+        if self._cut_bytes is None or not self.is_sharded or num < 2:
+            return []
+        return parts_of(self.params[index], num, self._cut_bytes)
 
     def look(self) -> int:
         """Look at all parameters, and return their `version`."""
@@ -226,7 +241,14 @@ class Layout:
                 )
 
     def _owned(self, slabs: List[Slab]) -> List[Slab]:
-        return [replace(one, owner=self.owner_of(one.indices[0])) for one in slabs]
+        found: List[Slab] = []
+        for slab in slabs:
+            first = slab.indices[0]
+            parts = self.parts_of(first)
+            if parts:
+                self._parts[first] = cut(slab, parts)
+            found += self._parts[first] if parts else [replace(slab, owner=self.owner_of(first))]
+        return found
 
     def _choose_owners(self) -> None:
         """Give each new bucket or parameter to the device that has the fewest bytes so far, the largest first.
@@ -236,7 +258,7 @@ class Layout:
         """
         known: Dict[Union[Bucket, int], Tuple[int, Tuple[Context, ...]]] = {}  # bytes and devices
         for index in self.trainable:
-            if self.owner_of(index) is not None:
+            if self.owner_of(index) is not None and not self.parts_of(index):
                 found = slice_of(self.params[index])
                 weights = found.bucket.weights if found else values_of(self.params[index])
                 known[found.bucket if found else index] = num_bytes(weights[0]), tuple(self.contexts_of[index])

@@ -25,6 +25,7 @@ class _Values:
     contexts: Tuple[Context, ...]
     arrays: List[Array]
     bucket: Optional[Bucket] = None
+    part: int = 0
 
     def __post_init__(self) -> None:
         self.summed = self.arrays

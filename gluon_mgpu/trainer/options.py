@@ -45,7 +45,7 @@ class Options:
     bucket_bytes: int
 
     def __post_init__(self) -> None:
-        whole_number("Trainer", "bucket_bytes", self.bucket_bytes, high=2**63 - 1, advice="25 * 2**20 is usual.")
+        whole_number("Trainer", "bucket_bytes", self.bucket_bytes, high=2**63 - 1, advice="8 * 2**20 is usual.")
         for name in ("measure_grad_norm", "find_unused_parameters", "sharded_data", "shard_optimizer"):
             flag("Trainer", name, getattr(self, name))
         for name in ("clip_norm", "clip_value"):

@@ -163,7 +163,8 @@ class ReplicaCheck:
         It finds every change of up to 32 adjacent bits.
         """
         held = [updater.states for updater in self._updaters]
-        states = [held[replica][index] for index in slab.indices if all(index in own for own in held)]
+        whole = [index for index in slab.indices if self._layout.owner_of(index) is None]  # others may hold a part each
+        states = [held[replica][index] for index in whole if all(index in own for own in held)]
         found = 0
         for _, leaf in leaves([slab.weights[replica], states]):
             if is_device_array(leaf):

@@ -63,6 +63,7 @@ class _Moving:
     slab: Slab
     before: List[Array]
     arrays: List[Array]
+    part: int = 0
 
     def __post_init__(self) -> None:
         self.indices, self.contexts, self.bucket = self.slab.indices, self.slab.contexts, self.slab.bucket

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Dict, List, Optional, Protocol, Sequence, Tuple
 
@@ -24,7 +24,8 @@ from ..mxnet_internals.parameters import (
 )
 from ..nested import Array, num_bytes
 
-BUCKET_BYTES = 25 * 2**20
+BUCKET_BYTES = 8 * 2**20  # one device sums and updates a bucket: the last one of a pass must be over soon
+CUT_BYTES = 2 * BUCKET_BYTES  # of smaller parameters, the parts would be many operations for little time
 _NUM_BUCKETS = 16  # of a network that is large enough, so that devices share its update evenly
 _SMALLEST = 2**20  # bytes of a bucket, except for the last one of its kind
 _ALIGNMENT = 64  # bytes: the alignment that oneDNN and cuDNN prefer
@@ -67,7 +68,11 @@ class Summand(Protocol):
 
     @property
     def indices(self) -> Tuple[int, ...]:
-        """See `Slab`; with `bucket`, they are the key of a sum."""
+        """See `Slab`; with `bucket` and `part`, they are the key of a sum."""
+
+    @property
+    def part(self) -> int:
+        """See `Slab`."""
 
     @property
     def contexts(self) -> Tuple[Context, ...]:
@@ -88,7 +93,7 @@ class Summand(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Slab:
-    """Adjacent parameters of a bucket, or one parameter: what one operation per device sums, clips and may update.
+    """Adjacent parameters of a bucket, one parameter, or a part of one: what one operation per device sums, clips and may update.
 
     Attributes
     ----------
@@ -102,6 +107,8 @@ class Slab:
         The part of the bucket, in elements.
     owner : int or None
         The replica that alone gets the sum of the gradients and updates the weights; None: all do.
+    part : int
+        The number of this part of a parameter, 0 if it is not cut.
     """
 
     indices: Tuple[int, ...]
@@ -112,6 +119,7 @@ class Slab:
     begin: int = 0
     end: int = 0
     owner: Optional[int] = None
+    part: int = 0
 
     @property
     def arrays(self) -> List[Array]:
@@ -235,6 +243,29 @@ def slabs_of(params: Sequence[gluon.Parameter], indices: Sequence[int], contexts
 def slab_of(param: gluon.Parameter, index: int, contexts: Sequence[Context]) -> Slab:
     """Return a slab of one parameter, which is outside of buckets, or for a step that leaves others out."""
     return Slab((index,), tuple(contexts), values_of(param), param.list_grad() if is_differentiable(param) else [])
+
+
+def parts_of(param: gluon.Parameter, num: int, most_bytes: int) -> List[Tuple[int, int]]:
+    """Return the elements [begin, end) of so many parts of a parameter; none if it has at most so many bytes, or is not cut.
+
+    Only one that is alone in its bucket is cut, as all are that are larger than a bucket may be. So no state is of another part
+    after `lr_mult` has changed.
+    """
+    found, itemsize = slice_of(param), np.dtype(param.dtype).itemsize
+    if found is None or found.end < found.bucket.weights[0].size or found.begin or found.size * itemsize <= most_bytes:
+        return []
+    step = _ALIGNMENT // itemsize
+    bounds = [found.size * i // num // step * step for i in range(num)] + [found.size]
+    return list(zip(bounds, bounds[1:]))
+
+
+def cut(slab: Slab, parts: Sequence[Tuple[int, int]]) -> List[Slab]:
+    """Return the parts of a slab, each with an owner of its own."""
+    found = []
+    for part, (begin, end) in enumerate(parts):
+        weights, gradients = ([flat[begin:end] for flat in arrays] for arrays in (slab.weights, slab.gradients))
+        found.append(replace(slab, weights=weights, gradients=gradients, begin=begin, end=end, owner=part, part=part))
+    return found
 
 
 def zero(gradient: Array) -> None:

@@ -88,10 +88,10 @@ class DeviceSum(Sum):
         Each waits only for the operations that write its slab: it runs while the backward pass fills the next slab.
         """
         if slabs is not self._latest:
-            several = [(slab, -place) for place, slab in enumerate(slabs) if len(slab.contexts) > 1]
-            for slab, _ in several:  # a new key may change the store
+            several = [slab for slab in slabs if len(slab.contexts) > 1]
+            for slab in several:  # a new key may change the store
                 self._key_of(slab)
-            self._calls = [self._prepared(slab, slab.arrays, slab.summed, priority) for slab, priority in several]
+            self._calls = [self._prepared(slab, slab.arrays, slab.summed) for slab in several]
             self._latest = slabs
             for store in self._stores.values():
                 store.has_summed = True
@@ -108,11 +108,11 @@ class DeviceSum(Sum):
 
     def _share(self, slab: Slab, owner: int) -> Callable[[], None]:
         """Return the copies of weights: the store copies a "sum" over one device to the others."""
-        return self._prepared(slab, [slab.weights[owner]], slab.weights[:owner] + slab.weights[owner + 1 :], 0)
+        return self._prepared(slab, [slab.weights[owner]], slab.weights[:owner] + slab.weights[owner + 1 :])
 
-    def _prepared(self, slab: Summand, arrays: List[Array], outputs: List[Array], priority: int) -> Callable[[], None]:
+    def _prepared(self, slab: Summand, arrays: List[Array], outputs: List[Array]) -> Callable[[], None]:
         """Return the sum of arrays of a slab."""
-        arguments = *self._key_of(slab), arrays, outputs, priority
+        arguments = *self._key_of(slab), arrays, outputs, _priority_of(slab)
         return PushPull(*arguments).run if arrays[0].stype == "default" else partial(_push_and_pull, *arguments)
 
     def _key_of(self, slab: Summand) -> Tuple[mx.kvstore.KVStore, int]:
@@ -139,9 +139,10 @@ class _Store:
 
     def key_of(self, slab: Summand) -> Tuple[mx.kvstore.KVStore, int]:
         """Return the store of a slab, and its key there."""
-        known = (slab.bucket is not None, slab.indices, slab.arrays[0].shape, slab.arrays[0].dtype)
+        known = (slab.bucket is not None, slab.indices, slab.arrays[0].shape, slab.arrays[0].dtype, slab.part)
         if known not in self._keys:
-            if slab.bucket is not None and any(one[0] and set(one[1]).intersection(slab.indices) for one in self._keys):
+            others = [set(one[1]) for one in self._keys if one[0] and one[1] != slab.indices]  # not parts of the same parameter
+            if slab.bucket is not None and any(one.intersection(slab.indices) for one in others):
                 self._keys = {}  # divided anew: another store frees the memory of the old sums
                 self._begin()
             elif self._name == "nccl" and self.has_summed:
@@ -153,8 +154,18 @@ class _Store:
     def _begin(self) -> None:
         """Take another store, with the keys that are known."""
         self._kv, self.has_summed = mx.kv.create(self._name), False
-        for (_, _, shape, dtype), key in self._keys.items():
+        for (_, _, shape, dtype, _), key in self._keys.items():
             self._kv.init(key, mx.nd.zeros(shape, dtype=dtype))
+
+
+def _priority_of(slab: Summand) -> int:
+    """Return the priority of a slab's copies: the front layers come first, as in `gluon.Trainer`.
+
+    Each GPU has a queue of copies, which takes the highest priority of those that are ready (MXNet 1.9.1,
+    threaded_engine_perdevice.cc:50,136-155). While links are idle, copies run in the order of the backward pass. If they are the
+    limit, copies of all layers wait at its end; those of the front layers let the next forward pass begin.
+    """
+    return -min(slab.indices)
 
 
 def _push_and_pull(kv: mx.kvstore.KVStore, key: int, arrays: List[Array], outputs: List[Array], priority: int) -> None:
@@ -172,13 +183,13 @@ class ProcessSum(Sum):
 
     def run(self, slabs: Sequence[Summand]) -> None:
         """Queue the sums, prepared once for each set of parameters."""
-        for place, slab in enumerate(slabs):
+        for slab in slabs:
             if slab.arrays[0].stype != "default":
                 raise refusal("Trainer", "several processes", "sparse gradients")
             known = (slab.indices, *map(id, slab.arrays))
             if known not in self._sums:
                 self._sums[known] = self._processes.all_reduce(slab.arrays)
-            self._sums[known].run(-place)
+            self._sums[known].run(_priority_of(slab))
 
 
 class Divisor:

@@ -22,12 +22,12 @@ from .options import Options, as_number, check_gluon_options, made_optimizer
 from .parameters import Params, gluon_order, replica_difference, trainers_of
 from .precision import check_precision, precision_of, set_precision
 from .seeded_dropout import seed_dropout
-from .slab import BUCKET_BYTES
+from .slab import BUCKET_BYTES, CUT_BYTES
 from .states import read_states, write_states
 from .steps import Steps
 from .sums import store_type
 from .trainer_state import check_fits, restore, state_of
-from .update import checked_rate, is_replicable
+from .update import checked_rate, is_elementwise, is_replicable
 
 
 class Trainer(GluonTrainer):
@@ -77,10 +77,11 @@ class Trainer(GluonTrainer):
         same batches, `split_batch` gives each its part, and `step` takes the number of examples of the complete batch.
     shard_optimizer : bool
         Let one device update each parameter, keep the optimizer's states of it, and copy its weights to the others. So each of k
-        devices holds about 1/k of the states and computes 1/k of the update. The weights do not change. This is stage 1 of ZeRO,
-        or PyTorch's `ZeroRedundancyOptimizer`, on the devices of one process. With several processes, `check_replicas_every`,
-        `LocalSGD`, the store `"nccl"`, sparse gradients, and optimizers that join parameters, such as nadam or your own, each
-        device updates all.
+        devices holds about 1/k of the states and computes 1/k of the update. Parameters larger than 16 MiB are cut, if SGD, NAG,
+        Adam or RMSProp updates them and no norm is measured. The weights do not change. This is stage 1 of ZeRO, or PyTorch's
+        `ZeroRedundancyOptimizer`, on the devices of one process. With several processes, `check_replicas_every`, `LocalSGD`,
+        the store `"nccl"`, sparse gradients, and optimizers that join parameters, such as nadam or your own, each device
+        updates all.
     virtual_shards : int, optional
         Cut every batch into this many parts, computed one by one and summed in one order: weights, states and metrics then have
         the same bits on 1, 2, 4, ... devices, in one process or several. A multiple of their number. It takes `train_batch` or
@@ -154,7 +155,10 @@ class Trainer(GluonTrainer):
         trains_apart = self.steps_class.trains_apart
         needs_all = trains_apart or check_replicas_every is not None or group() is not None or store_type(kvstore) == "nccl"
         is_local = is_replicable(optimizer)
-        layout = Layout(params, bucket_bytes, shards_optimizer=shard_optimizer and is_local and not needs_all)
+        # the norm of a parameter that is cut would have other bits than that of the whole one
+        cut_bytes = CUT_BYTES if is_elementwise(optimizer) and clip_norm is None and not measure_grad_norm else None
+        shards = shard_optimizer and is_local and not needs_all
+        layout = Layout(params, bucket_bytes, shards_optimizer=shards, cut_bytes=cut_bytes)
         check_contexts(layout.contexts, "Trainer")
         apart = "Pipeline" if layout.spans_devices else "LocalSGD" if trains_apart and len(layout.contexts) > 1 else ""
         if apart and not is_local:

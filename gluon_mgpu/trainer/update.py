@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
 from functools import lru_cache, partial
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
@@ -114,13 +113,25 @@ class Update:
         return [list(arrays) for arrays in zip(*held)]
 
     def states(self) -> Dict[int, State]:
-        """Return the states of the first replica, by parameter, or of its owner."""
-        found: ChainMap[int, State] = ChainMap(*[updater.states for updater in self.updaters.values()])
-        return dict(sorted(found.items()))
+        """Return the states of the first replica, by parameter, or of its owner, or joined from those of its parts."""
+        found: Dict[int, State] = {}
+        for index in self._with_states():
+            held = self._held(index)
+            is_cut = len(held) > 1 and self._layout.owner_of(index) is not None
+            found[index] = _joined(list(held.values()), self._by_index[index].shape) if is_cut else next(iter(held.values()))
+        return found
 
     def counts(self) -> Dict[int, int]:
         """Return the number of updates of each parameter that has a state."""
-        return {index: self._counts[index] for index in self.states()}
+        return {index: self._counts[index] for index in self._with_states()}
+
+    def _with_states(self) -> List[int]:
+        return sorted(set().union(*(updater.states for updater in self.updaters.values())))
+
+    def _held(self, index: int) -> Dict[int, State]:
+        """Return the states of a parameter, by replica."""
+        updaters = [self.updaters[context] for context in self._layout.contexts_of[index]]
+        return {replica: updater.states[index] for replica, updater in enumerate(updaters) if index in updater.states}
 
     def bytes_per_device(self) -> Dict[str, Dict[str, int]]:
         """Return the bytes of weights, gradients and states: see `Trainer.bytes_per_device`."""
@@ -187,6 +198,9 @@ class Update:
             for replica, context in enumerate(slab.contexts):
                 if owner in (None, replica) and is_flat:
                     self._add_flat(slab, replica)
+                elif owner == replica and self._layout.parts_of(slab.indices[0]):
+                    arrays = list(slab.indices), [slab.weights[replica]], [slab.gradients[replica]]
+                    self._calls.append((context, partial(self._run_updater, context, *arrays)))
                 elif owner in (None, replica):
                     single.setdefault(context, set()).update(slab.indices)
         for context, own in single.items():
@@ -241,7 +255,9 @@ class Update:
             for index in slab.indices:
                 found, former = slice_of(self._by_index[index]), updater.states
                 assert found is not None and found.bucket is slab.bucket, "slabs are divided again when a parameter has moved"
-                view = _part(flat, found.begin - slab.begin, found.size, self._by_index[index].shape)
+                begin, end = max(found.begin, slab.begin), min(found.begin + found.size, slab.end)
+                shape = self._by_index[index].shape if end - begin == found.size else (end - begin,)
+                view = _part(flat, begin - slab.begin, end - begin, shape)
                 updater.states[index] = filled(view, former[index], f"parameter {index}") if index in former else view
                 updater.states_synced[index] = True
             self._flat[slab, replica] = flat
@@ -249,14 +265,20 @@ class Update:
 
     def _has_new_owner(self, slab: Slab) -> bool:
         """Return whether other replicas have states: a parameter that was frozen is trained again, in another bucket."""
-        others = [self.updaters[context] for replica, context in enumerate(slab.contexts) if replica != slab.owner]
-        return slab.owner is not None and any(index in other.states for other in others for index in slab.indices)
+        parts = self._layout.parts_of(slab.indices[0])
+        owners = set(range(len(parts))) if parts else {slab.owner}
+        return slab.owner is not None and any(set(self._held(index)) not in (set(), owners) for index in slab.indices)
 
 
 def is_replicable(optimizer: opt.Optimizer) -> bool:
     """Return whether an optimizer updates each parameter from its own gradient, state and count alone."""
     is_wrapped = not {"update", "update_multi_precision"}.isdisjoint(vars(optimizer))  # by a program's own function
     return type(optimizer) in _REPLICABLE and not is_wrapped
+
+
+def is_elementwise(optimizer: opt.Optimizer) -> bool:
+    """Return whether an optimizer updates each element from its own values and the parameter's count and rate alone."""
+    return type(optimizer) in _ELEMENTWISE and is_replicable(optimizer)
 
 
 def checked_rate(operation: str, rate: Any) -> float:
@@ -299,16 +321,21 @@ def states_on(
     for index, value in states.items():
         name, param = layout.names[index], layout.params[index]
         owner = layout.owner_of(index) if is_replicable(optimizer) else 0
+        parts = layout.parts_of(index)
         if not has_values(param) and id(param) not in shapes:
             raise StateError(f"load_states: got {name} without a shape yet; expected values. Pass one batch through the network.")
         for replica, context in enumerate(param.list_ctx()):
-            if owner in (None, replica):
+            if parts or owner in (None, replica):
                 if has_values(param):
                     weight = param.list_data()[replica].as_nd_ndarray()
                 else:
                     weight = mx.nd.zeros(shapes[id(param)], ctx=context, dtype=param.dtype)
+                own = value
+                if parts:
+                    begin, end = parts[replica]
+                    weight, own = weight.reshape((-1,))[begin:end], _cut(value, param.shape, begin, end)
                 state = optimizer.create_state_multi_precision(index, weight)
-                created.setdefault(context, {})[index] = filled(state, value, f"{fname}, {name}")
+                created.setdefault(context, {})[index] = filled(state, own, f"{fname}, {name}")
     return created
 
 
@@ -334,6 +361,21 @@ def filled(state: State, value: State, where: str) -> State:
         f"load_states: got {short(value)} in {where}; expected {short(state)}, as this network's optimizer has it. Make both "
         "as they were when the state was saved, with the same options, such as momentum."
     )
+
+
+def _cut(state: State, shape: Tuple[int, ...], begin: int, end: int) -> State:
+    """Return so many elements of every array of this shape; None, which fits no part, for others."""
+    return map_leaves(lambda _, leaf: leaf.reshape((-1,))[begin:end] if getattr(leaf, "shape", None) == shape else None, state)
+
+
+def _joined(parts: Sequence[State], shape: Tuple[int, ...]) -> State:
+    """Return the state of a parameter from those of its parts."""
+
+    def join(_: str, first: Any, *others: Any) -> Any:
+        arrays = [one.as_nd_ndarray().as_in_context(first.context) for one in (first, *others)]
+        return mx.nd.concat(*arrays, dim=0).reshape(shape)
+
+    return map_leaves(join, *parts)
 
 
 def _part(state: State, begin: int, size: int, shape: Tuple[int, ...]) -> State:

@@ -11,7 +11,10 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+import exposed
+import gluon_mgpu as mgpu
 import imports
+import mxnet as mx
 import numpy as np
 import pytest
 import report
@@ -21,6 +24,7 @@ import workloads
 from click.testing import CliRunner
 from commands import main
 from compare import Row
+from gluon_mgpu.trainer.slab import BUCKET_BYTES
 from measure import run_round
 from sentences import read_batches
 
@@ -99,6 +103,35 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios():
 def test_imports_are_compared_within_each_round():
     found = {imports.MXNET: [2.0, 4.0, 2.0], "import gluon_mgpu, mxnet": [2.2, 4.0, 2.6]}
     assert [line[2] for line in imports.table(found)[2]] == ["1.000", "1.100"]
+
+
+# A model of sums on several GPUs
+
+
+@pytest.mark.parametrize(("cut", "waits", "expected"), [(None, False, 0.112), (10e6, False, 0.014), (10e6, True, 0.014)])
+def test_an_embedding_is_copied_after_the_backward_pass(cut, waits, expected):
+    """96 MB at 12 GB/s take 8 ms: seven copies to its owner and seven from there, one after the other, or an eighth each."""
+    found = list(exposed.pieces([96e6], 8, 0.1, 8e6, cut))
+    assert exposed.exposed_s(found, 8, 0.1, 12e9, waits=waits) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("waits", "expected"), [(False, 0.02), (True, 0.03)])
+def test_sums_and_weights_are_copied_during_the_backward_pass_unless_a_loss_scale_waits(waits, expected):
+    """Copies of 10 ms each in a pass of 20 ms: of a slab that is ready before it, and of one after it, on the same owner."""
+    found = [exposed.Piece(1e8, 0.0, 0), exposed.Piece(1e8, 0.02, 0)]
+    assert exposed.exposed_s(found, 2, 0.02, 1e10, waits=waits) == pytest.approx(expected)
+
+
+def test_the_model_divides_as_the_trainer_does(monkeypatch):
+    monkeypatch.setattr("gluon_mgpu.trainer.trainer.CUT_BYTES", 2 * 2**20)
+    net = mx.gluon.nn.HybridSequential()
+    for inputs, outputs in ((64, 16384), (256, 512), (512, 512), (512, 1024), (1024, 512), (512, 16)):
+        net.add(mx.gluon.nn.Dense(outputs, in_units=inputs, use_bias=False))
+    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    slabs = mgpu.Trainer(net, "sgd", {"learning_rate": 0.1}).steps.layout.slabs
+    sizes = [4 * int(np.prod(param.shape)) for param in net.collect_params().values()]
+    found = exposed.pieces(sizes, 2, 1.0, BUCKET_BYTES, 2 * 2**20)
+    assert [(4 * (slab.end - slab.begin), slab.owner) for slab in slabs] == [(piece.size, piece.owner) for piece in found]
 
 
 # Translators

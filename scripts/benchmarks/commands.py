@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence
 
 import click
+import exposed as waiting
 import imports
 import report
 import scaling as processes
@@ -21,6 +22,7 @@ from gluon_mgpu.cli._options import all_of
 from gluon_mgpu.cli._output import print_table, write_results
 from gluon_mgpu.cli.main import CommandGroup
 from gluon_mgpu.plots import save
+from gluon_mgpu.trainer.slab import BUCKET_BYTES, CUT_BYTES
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 _output = click.option(
@@ -158,6 +160,22 @@ def import_(rounds: int) -> None:
     with progress() as show:
         found = imports.measure(rounds=rounds, on_message=show)
     print_table(*imports.table(found))
+
+
+@main.command()
+@click.option("--network", type=click.Choice(list(waiting.NETWORKS)), default="bert-base", help="Whose parameters.")
+@click.option("--sizes", callback=lambda *all: all[2] and numbers(*all), help="Their bytes, in order of use, instead.")
+@click.option("--num-gpus", default="2,4,8", callback=numbers, help="Numbers of GPUs, separated by commas.")
+@click.option("--gb-per-s", type=click.FloatRange(0, min_open=True), default=12, help="Of a GPU's link, in each direction.")
+@click.option("--step-ms", type=click.FloatRange(0), default=120, help="Of both passes; two thirds are backward.")
+@click.option("--bucket-bytes", type=click.IntRange(1), default=BUCKET_BYTES, help="See Trainer.")
+@click.option("--cut-bytes", type=click.IntRange(1), default=CUT_BYTES, help="Larger parameters are cut.")
+def exposed(
+    network: str, sizes: Any, num_gpus: List[int], gb_per_s: float, step_ms: float, bucket_bytes: int, cut_bytes: int
+) -> None:
+    """Calculate for how long a step on several GPUs waits for sums and weights after its passes: a model, no measurement."""
+    found = sizes or waiting.NETWORKS[network]
+    print_table(*waiting.table(found, num_gpus, gb_per_s * 1e9, step_ms / 1000, bucket_bytes, cut_bytes))
 
 
 class _Comparison:

@@ -150,7 +150,8 @@ def test_a_state_of_another_shape_is_refused(tmp_path):
             update.restore({**states, 0: nd.zeros(shape)}, counts)
 
 
-def test_changes_during_training():
+@pytest.mark.parametrize("name", ["momentum", "nag"])
+def test_changes_during_training(name):
     """Momentum of 0 and back; other multipliers; frozen and trained again; a pass without it; sums by hand; two batches."""
 
     def story(net, trainer):
@@ -182,7 +183,7 @@ def test_changes_during_training():
 
     found, parts = [], []
     for options in ({}, {"shard_optimizer": False}):
-        net, trainer = make(3, "momentum", **options)
+        net, trainer = make(3, name, **options)
         train(net, trainer)
         story(net, trainer)
         found.append(weights(net))

@@ -21,7 +21,7 @@ from ..nested import Array, is_device_array
 from .batch_loop import BatchLoop, EpochOptions, EpochProgress
 from .callbacks import Callback, FitState
 from .metric_sums import MetricSums
-from .metrics import Metrics
+from .metrics import Metrics, functions_of
 from .save_checkpoints import Checkpoint
 from .stop_signals import raise_interrupt
 
@@ -59,7 +59,8 @@ class Run:
     state : FitState
     callbacks : sequence of Callback
     train_iter, test_iter : iterable of (X, y)
-    metrics : sequence of functions, or dict name -> function
+    metrics : sequence, or dict name -> metric
+        Functions, and objects of MXNet, which only evaluations update.
     train : callable (X, y) -> Batch
     evaluate : callable (test_iter, metrics, EpochOptions) -> EpochProgress
     options : EpochOptions
@@ -83,7 +84,8 @@ class Run:
 
     def __post_init__(self) -> None:
         trainer = self.state.trainer
-        self._sums = MetricSums(self.metrics, num_shards=trainer.virtual_shards)
+        self._functions = functions_of(self.metrics)
+        self._sums = MetricSums(self._functions, num_shards=trainer.virtual_shards)
         self._loop: Optional[BatchLoop] = None  # of this epoch
         self._norm: Optional[Array] = trainer.grad_norm  # of the latest update
         self._learning_rate = trainer.learning_rate if trainer.optimizer.lr_scheduler is None else None
@@ -114,7 +116,7 @@ class Run:
         state = self.state
         if not self._is_in_epoch:
             self.start = self._epoch_start()
-            self._sums = MetricSums(self.metrics, num_shards=state.trainer.virtual_shards)
+            self._sums = MetricSums(self._functions, num_shards=state.trainer.virtual_shards)
             state.batches, self._is_in_epoch = 0, True
         row = self._row = self._row or self._train_epoch()
         state.history.rows.append(row)

@@ -22,7 +22,7 @@ from ..trainer.parameters import average_replicas, devices_of
 from ..trainer.replica_check import ReplicaComparison
 from ..trainer.tree_sum import VirtualShards
 from .batch_loop import BatchLoop, EpochOptions, EpochProgress
-from .metric_sums import MetricSums
+from .evaluation_sums import EvaluationSums
 from .metrics import Metrics, accuracy, metrics_for
 
 # batches queued on the devices: without a backward pass they take little memory, and small ones are short
@@ -67,7 +67,7 @@ def evaluate(
     compiled: str = "auto",
     virtual_shards: Optional[int] = None,
 ) -> Dict[str, float]:
-    """Return the mean of each metric over a data set, computed on all devices of the network.
+    """Return the value of each metric over a data set, computed on all devices of the network.
 
     Parameters
     ----------
@@ -75,8 +75,11 @@ def evaluate(
         Initialised on one or more devices.
     data_iter : iterable of (features, labels)
         Shapes (B, ...).
-    metrics : "auto", sequence of functions, or dict name -> function
-        `(output, label)` of a shard -> (sum, count): see `gluon_mgpu.accuracy`. "auto": as in `fit`.
+    metrics : "auto", sequence, or dict name -> metric
+        Functions `(output, label)` of a shard -> (sum, count): see `gluon_mgpu.accuracy`. "auto": as in `fit`. Objects such as
+        `mx.metric.F1()` are copied, reset, and updated once per batch with the labels and outputs of all devices and processes,
+        as legacy arrays. They compute with NumPy, so the host waits for each batch. A composite gives one value for each of its
+        metrics; another object of several values names them `name_value`.
     loss : callable (output, label) -> NDArray, optional
         Its mean is returned as `loss`: that of its attribute `evaluation`, if it has one.
     split_f : callable (features, labels, devices) -> (list of shards, list of shards)
@@ -173,6 +176,6 @@ def run_evaluation(
     with autograd.pause():  # a program may evaluate inside autograd.record
         average_replicas(net)
         comparison = ReplicaComparison("evaluate", net)
-        progress = BatchLoop(step, MetricSums(metrics, num_shards=virtual_shards), options).run(data_iter)
+        progress = BatchLoop(step, EvaluationSums(metrics, split, num_shards=virtual_shards), options).run(data_iter)
     comparison.check()
     return progress

@@ -32,7 +32,7 @@ from .callbacks import Callback, FitState, Progress
 from .epoch_loop import Limits, Run, call_each
 from .evaluate import run_evaluation
 from .history import History
-from .metrics import Metrics, check_metrics, metrics_for
+from .metrics import Metrics, check_metrics, metrics_for, objects_of
 from .save_checkpoints import Checkpoint
 from .stop_signals import CaughtSignal, StopVote, Terminated, catch_signals
 from .trace import Trace
@@ -78,8 +78,9 @@ def fit(
     train_iter, test_iter : iterable of (X, y)
         Shapes (B, ...); read once per epoch.
     epochs : int
-    metrics : "auto", sequence of functions, or dict name -> function
-        See `gluon_mgpu.accuracy`. "auto": accuracy, unless `loss` is a regression loss of Gluon.
+    metrics : "auto", sequence, or dict name -> metric
+        See `gluon_mgpu.accuracy`. "auto": accuracy, unless `loss` is a regression loss of Gluon. Objects such as
+        `mx.metric.F1()` have columns `test_...` alone, as training would wait for each batch: see `evaluate`.
     callbacks : sequence of Callback, optional
         `[Progress()]` by default; `[]` for none.
     split_f : callable (X, y, devices) -> (list of shards, list of shards)
@@ -147,6 +148,11 @@ def fit(
             f"fit: got evaluate_every={evaluate_every} without a test_iter; expected one to evaluate. Pass fit(..., test_iter)."
         )
     measured = metrics_for(metrics, loss)
+    if test_iter is None and objects_of(measured):
+        raise TrainerError(
+            f"fit: got {', '.join(objects_of(measured))} of MXNet without a test_iter; expected one, as only evaluations update "
+            "these metrics. Pass fit(..., test_iter), or functions."
+        )
     callbacks = _checked_callbacks(callbacks)
     if trace is not None:
         callbacks.append(trace if isinstance(trace, Trace) else Trace(trace))

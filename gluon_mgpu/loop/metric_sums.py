@@ -11,7 +11,7 @@ from typing import Any, DefaultDict, Dict, Hashable, Iterable, List, Mapping, Na
 import mxnet as mx
 from mxnet import Context
 
-from ..checks import is_whole, short
+from ..checks import check_function, is_whole, short
 from ..data_parallel.step import Batch
 from ..distributed import group
 from ..errors import TrainerError
@@ -69,6 +69,8 @@ class MetricSums:
 
     def __init__(self, metrics: Metrics = (), *, num_shards: Optional[int] = None) -> None:
         self._metrics = named_metrics(metrics)
+        for name, metric in self._metrics.items():
+            check_function("MetricSums", str(name), metric, advice="Pass metric objects of MXNet to evaluate or fit.")
         self._joined = {name: metric for name, metric in self._metrics.items() if joins_shards(metric)}
         self._num_shards = num_shards
         self._known: Dict[Hashable, About] = {}  # by the plan of a batch

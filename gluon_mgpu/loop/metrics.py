@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
@@ -13,11 +13,12 @@ from mxnet import gluon
 from ..checks import check_function, instance, whole_number
 from ..errors import TrainerError
 from ..mxnet_internals.blocks import class_axis
+from ..mxnet_internals.versions import metric as mxnet_metric
 from ..nested import Array, is_device_array
 
 # (output, label) of one shard -> (sum over the shard, an array of one element on its device; how many it sums over)
 Metric = Callable[[Any, Any], Tuple[Array, int]]
-Metrics = Union[Sequence[Metric], Mapping[str, Metric]]
+Metrics = Union[Sequence[Any], Mapping[str, Any]]  # of such functions, and of EvalMetric objects for evaluations
 
 # Words of the names of metrics; * stands for any letters before the rest.
 _SMALLER = """
@@ -204,32 +205,56 @@ def check_metrics(metrics: Metrics, outputs: Sequence[Any], labels: Sequence[Any
         metric(outputs[0], labels[0])
 
 
-def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Metric]:
-    """Return metrics by name; a function without one gets its own name.
+def functions_of(metrics: Optional[Metrics]) -> Dict[str, Metric]:
+    """Return the functions among metrics, by name."""
+    return {name: metric for name, metric in named_metrics(metrics).items() if not isinstance(metric, mxnet_metric.EvalMetric)}
+
+
+def objects_of(metrics: Optional[Metrics]) -> Dict[str, Any]:
+    """Return MXNet's objects among metrics, by name."""
+    return {name: metric for name, metric in named_metrics(metrics).items() if isinstance(metric, mxnet_metric.EvalMetric)}
+
+
+def named_metrics(metrics: Optional[Metrics]) -> Dict[str, Any]:
+    """Return functions and MXNet's objects by name; one without a name gets its own. A composite's metrics keep their names.
 
     Raises
     ------
     TrainerError
-        Something is not a function, or two metrics have the same name.
+        Something is neither, or two metrics have the same name.
     """
+    given: List[Tuple[Optional[str], Any]]
     if isinstance(metrics, Mapping):
-        named = dict(metrics)
+        given = list(metrics.items())
     else:
-        listed: Any = [metrics] if callable(metrics) else [] if metrics is None else metrics
-        what = "a list of functions, or a dict name -> function"
+        is_one = callable(metrics) or isinstance(metrics, mxnet_metric.EvalMetric)
+        listed: Any = [metrics] if is_one else [] if metrics is None else metrics
+        what = "a list of metrics, or a dict name -> metric"
         instance("metrics", "metrics", listed, (list, tuple), what, advice="Pass [accuracy].")
-        named = {getattr(getattr(metric, "func", metric), "__name__", str(metric)): metric for metric in listed}
-        if len(named) < len(listed):
-            raise TrainerError(
-                f"metrics: got {len(listed)} of which some share a name; expected different names. Pass a dict name -> metric."
-            )
+        given = [(None, metric) for metric in listed]
+    pairs = [pair for name, metric in given for pair in _pairs_of(metric, name)]
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        raise TrainerError(
+            f"metrics: got {len(pairs)} of which some share a name; expected different names. Pass a dict name -> metric."
+        )
     taken = {"loss", "grad_norm"}.intersection(named)
     if taken:
         raise TrainerError(f"metrics: got {taken.pop()!r}; expected another name, as fit() reports its own. Rename it.")
     for name, metric in named.items():
-        advice = "Pass gluon_mgpu.accuracy, for example; metrics of MXNet take the labels and predict(net, data)."
-        check_function("metrics", str(name)[:60], metric, advice=advice)
+        if not isinstance(metric, mxnet_metric.EvalMetric):
+            advice = "Pass gluon_mgpu.accuracy, or an object such as mx.metric.F1()."
+            check_function("metrics", str(name)[:60], metric, advice=advice)
     return named
+
+
+def _pairs_of(metric: Any, name: Optional[str] = None) -> List[Tuple[str, Any]]:
+    """Return a metric with this name or its own, or the metrics of a composite with theirs."""
+    if type(metric) is mxnet_metric.CompositeEvalMetric:  # a subclass may compute values of its own
+        return [pair for one in metric.metrics for pair in _pairs_of(one)]
+    if name is None and isinstance(metric, mxnet_metric.EvalMetric):
+        name = metric.name
+    return [(getattr(getattr(metric, "func", metric), "__name__", str(metric)) if name is None else name, metric)]
 
 
 def total_of(array: Array) -> Array:

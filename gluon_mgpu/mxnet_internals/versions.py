@@ -10,6 +10,7 @@
 | `Parameter.name` is unique: `dense0_weight` | the same in every layer: `weight`; a block has no name |
 | `hybrid_forward(F, ...)` | `forward(...)`: see `models/hybrid_block.py` |
 | `Optimizer.update(index, ...)` | takes lists; `LBSGD` is gone |
+| `metric` | `gluon.metric` |
 | `MXImperativeInvokeEx` | `MXImperativeInvoke`; executors are gone |
 """
 
@@ -56,6 +57,7 @@ else:
 ContextType = type(mxnet.cpu())
 ParameterDict = getattr(mxnet.gluon, "ParameterDict", dict)
 LBSGD = getattr(mxnet.optimizer, "LBSGD", ())  # no optimizer is one
+metric = mxnet.gluon.metric if is_mxnet2() else mxnet.metric
 
 
 def load_amp() -> Any:

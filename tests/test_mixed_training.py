@@ -5,7 +5,8 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_mgpu.trainer.loss_scaler import LossScaler
-from gluon_mgpu.trainer.precision import can_compute_bf16, precision_of
+from gluon_mgpu.trainer.precision import can_compute_bf16, precision_of, reduce_precision
+from mxnet.gluon import nn
 
 from .conftest import LOSS, as_array, largest_difference, small_batches, small_net, train, weights_of
 from .worlds import devices as devices
@@ -58,6 +59,15 @@ def test_a_scale_does_not_show(devices, arrays, optimizer):
         trained.append(weights_of(net))
     assert largest_difference(*trained) <= 1e-6
     assert trainer.steps.loss_scaler.scale == 4096.0
+
+
+def test_a_copy_stands_between_each_parameter_and_its_cast():
+    """The backward pass of a cast alone would ignore grad_req="add". The data and a layer's output need no copy."""
+    net = nn.HybridSequential(prefix="")
+    net.add(nn.Dense(2, in_units=3, prefix="one_"), nn.Dense(2, in_units=2, prefix="two_"))
+    graph = reduce_precision(net(mx.sym.var("data")), "fp16", {"data": np.float32})
+    copied = {one[: -len("_copy_output")] for one in graph.get_internals().list_outputs() if one.endswith("_copy_output")}
+    assert copied == set(net.collect_params())
 
 
 def test_overflowing_steps_leave_everything_alone(arrays):

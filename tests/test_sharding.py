@@ -68,6 +68,8 @@ def test_arrays_are_split_as_gluon_splits_them(arrays, devices, even_split, batc
         mgpu.data_parallel.split_data(data, 3, batch_axis, False), gluon.utils.split_data(data, 3, batch_axis, False)
     ):
         np.testing.assert_array_equal(mine.asnumpy(), gluons.asnumpy())
+    few = mgpu.data_parallel.split_data(data, size + 1, batch_axis, False)
+    assert [one.shape[batch_axis] for one in few] == [1] * size
 
 
 def test_host_arrays_become_arrays_of_the_mode(arrays):

@@ -45,6 +45,21 @@ def test_an_array_is_ready_when_it_has_been_written():
     assert not engine._functions
 
 
+def test_an_order_on_a_cpu_waits_for_no_other_worker():
+    if runs_serially():
+        pytest.skip("the serial engine has no queue")
+    x, y = mx.nd.ones((2,)), mx.nd.ones((2,))
+    mx.nd.waitall()
+    for _ in range(8):  # more than MXNet has
+        device = engine.EngineContext(engine.CPU, 0)
+        engine.push(lambda: may_end.wait(240), device=device, where=engine.ON_PRIORITY_WORKER)
+    engine.queue_in_order(mx.cpu(1), [x], [y])
+    was_ready = is_ready(y)
+    may_end.set()
+    mx.nd.waitall()
+    assert was_ready
+
+
 @pytest.mark.parametrize("where", [engine.ON_WORKER, engine.ON_PRIORITY_WORKER, engine.AT_ONCE])
 def test_a_pushed_function_runs_once_and_after_pending_writes(where):
     if runs_serially():

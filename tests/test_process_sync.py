@@ -183,10 +183,10 @@ LATER = """
     special = {}
     for dtype in ("int32", "float16", "float64", "int64" if is_mxnet2() else mx.nd.ndarray._DTYPE_MX_TO_NP[12]):
         one = special[str(dtype)] = gluon.Parameter("one", shape=(2,), dtype=dtype, grad_req="null")
-        one.initialize(init.Zero(), ctx=ctx)
+        one.initialize(init.Zero(), ctx=[mx.cpu(0), mx.cpu(1)])
         one.set_data(nd.array([me.rank + 1, 300 + me.rank]).astype(dtype))
     mgpu.broadcast_parameters(special)
-    numbers = [one.data().astype("float32").asnumpy().tolist() for one in special.values()]
+    numbers = [data.astype("float32").asnumpy().tolist() for one in special.values() for data in one.list_data()]
     tell("later", weights=net[0].weight.data().asnumpy().tolist(), alike=alike(), numbers=numbers,
          counted_names=error(counted_names), broadcast=error(mgpu.broadcast_parameters, other_net),
          **{"error " + name: one for name, one in found.items()})
@@ -233,7 +233,7 @@ def test_what_one_process_changes_later(told):
 def test_one_call_gives_all_the_weights_of_the_first(told):
     for one in told:
         assert one["later"]["weights"] == [[7, 7]] * 2
-        assert one["later"]["numbers"] == [[1, 300]] * 4  # int32, float16, float64, bfloat16 or int64
+        assert one["later"]["numbers"] == [[1, 300]] * 8  # int32, float16, float64, bfloat16 or int64
         assert "broadcast_parameters: got shape of weight: (3, 2) in rank 0; (4, 2) in rank 1" in one["later"]["broadcast"]
 
 

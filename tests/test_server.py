@@ -7,7 +7,7 @@ import pickle
 import mxnet as mx
 import pytest
 from gluon_mgpu.distributed.launcher.server import Controller, refuse
-from gluon_mgpu.mxnet_internals.library import Store
+from gluon_mgpu.mxnet_internals.library import Store, mxnet_library
 
 from .conftest import assert_house_style
 
@@ -20,6 +20,10 @@ def ended(monkeypatch):
     statuses = []
     monkeypatch.setattr(os, "_exit", statuses.append)
     return statuses
+
+
+def test_the_library_is_that_of_the_package():
+    assert os.path.samefile(mxnet_library(), mx.libinfo.find_lib_path()[0])
 
 
 @pytest.mark.parametrize("body", [pickle.dumps(mx.optimizer.SGD(), 0), *GARBAGE])

@@ -4,11 +4,12 @@ import gluon_mgpu as mgpu
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_mgpu.trainer import precision
 from gluon_mgpu.trainer.loss_scaler import LossScaler
 from gluon_mgpu.trainer.precision import can_compute_bf16, precision_of, reduce_precision
 from mxnet.gluon import nn
 
-from .conftest import LOSS, as_array, largest_difference, small_batches, small_net, train, weights_of
+from .conftest import LOSS, as_array, largest_difference, ready, small_batches, small_net, train, weights_of
 from .worlds import devices as devices
 
 pytestmark = pytest.mark.mxnet1("bf16 and fp16")
@@ -68,6 +69,17 @@ def test_a_copy_stands_between_each_parameter_and_its_cast():
     graph = reduce_precision(net(mx.sym.var("data")), "fp16", {"data": np.float32})
     copied = {one[: -len("_copy_output")] for one in graph.get_internals().list_outputs() if one.endswith("_copy_output")}
     assert copied == set(net.collect_params())
+
+
+@pytest.mark.parametrize("by_trainer", [True, False])
+def test_a_network_in_fp16_has_its_losses_scaled(monkeypatch, by_trainer):
+    monkeypatch.setitem(precision._WHERE, "fp16", ("cpu", "", ""))  # CPUs trace it; nothing is computed
+    net = ready(nn.Dense(2, in_units=3), [mx.cpu()], {})
+    if not by_trainer:
+        mgpu.set_precision(net, "fp16")
+    trainer = mgpu.Trainer(net, "sgd", precision="fp16" if by_trainer else None)
+    assert trainer.steps.loss_scaler is not None
+    assert "amp_cast" in net._get_graph(mx.nd.ones((1, 3)))[1].tojson(remove_amp_cast=False)
 
 
 def test_overflowing_steps_leave_everything_alone(arrays):

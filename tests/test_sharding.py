@@ -80,6 +80,7 @@ def test_host_arrays_become_arrays_of_the_mode(arrays):
         (np.arange(4), "int64"),
         (np.arange(4, dtype="int32"), "int32"),
         (np.arange(4, dtype="uint8"), "uint8"),
+        (np.arange(4) % 2 == 0, "bool" if arrays is mx.np else "float32"),
         ([[1, 2], [3, 4], [5, 6], [7, 8]], "int64"),
         ([0.5, 1.5, 2.5, 3.5], "float32"),
     ]:

@@ -82,7 +82,7 @@ def test_what_mxnet_needs_is_named(tmp_path, monkeypatch, code, told):
     "environment, expected", [({}, "128"), ({"MXNET_CPU_TEMP_COPY": "8"}, "8"), ({"GLUON_MGPU_RUNTIME": "off"}, None)]
 )
 def test_settings_are_defaults_and_can_be_switched_off(environment, expected):
-    with mock.patch.dict(os.environ, clean(**environment), clear=True):
+    with mock.patch.dict(os.environ, clean(**environment), clear=True), mock.patch.object(runtime, "set_here", set()):
         runtime.prepare()
         assert os.environ.get("MXNET_CPU_TEMP_COPY") == expected
         is_off = environment.get("GLUON_MGPU_RUNTIME") == "off"

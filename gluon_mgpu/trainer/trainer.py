@@ -88,7 +88,6 @@ class Trainer(GluonTrainer):
         `fit`. BatchNorm normalises each part. CPU contexts must compute with one thread each.
     check_replicas_every : int, optional
         Every so many updates, compare the bits of weights and states on all devices, and raise `ReplicaError` if they differ.
-        See `ReplicaCheck`.
     bucket_bytes : int, bytes
         The largest size of the buckets of parameters and gradients. They are in reverse order, so that the last ones are reduced
         while the backward pass still computes the first. They hold a sixteenth of a smaller network, or 1 MiB.

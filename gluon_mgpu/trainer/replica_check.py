@@ -61,9 +61,10 @@ class ReplicaComparison:
         number, self._num_different = self._num_different, None
         if number is None or not number.asscalar():
             return
-        name = next((name for name, param in self._params.items() if _any_differ(values_of(param) or ())), "a parameter")
+        differing = (f"{name} on {one.list_ctx()}" for name, one in self._params.items() if _any_differ(values_of(one) or ()))
+        what = next(differing, "a parameter, which a later step has made equal")  # where it is written in the background
         message = (
-            f"{self._operation}: got other values of {name} on {self._params[name].list_ctx()}; expected the same on all. "
+            f"{self._operation}: got other values of {what}; expected the same on all devices. "
             "Give the trainer the whole network, Trainer(net): it moves running statistics alike, also those of frozen layers. "
             "Or call mgpu.broadcast_parameters(net) before; after steps of a LocalSGD, its average_replicas()."
         )

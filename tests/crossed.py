@@ -196,7 +196,8 @@ class Ours(World):
         # MXNet's backward() counts no examples of statistics, and a generator's pass may have reached more devices
         is_plain = how == "plain" and not self.program.recompute and "norm" not in self.program.net
         if is_plain and (len(losses) == len(self.trainer.contexts) or self.generator is None):
-            autograd.backward(losses)
+            if losses:  # a process without examples has none
+                autograd.backward(losses)
         else:
             mgpu.backward(losses, [self.trainer] if generator is None else [self.trainer, self.generator_trainer])
 

@@ -142,10 +142,6 @@ class FreshGradients:
         """Return whether a flag that is set may be older than the latest compiled step."""
         return self._are_unread and bool(self._flags.read().any())
 
-    def take(self, found: Pass) -> None:
-        """Let the next step use a pass."""
-        self.latest = found
-
     def leave_out(self, params: Iterable[gluon.Parameter]) -> None:
         """Let no step use gradients of these parameters: another trainer's pass has written over them."""
         if self.latest is not None:
